@@ -12,11 +12,8 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input, not_elementwise
-from shardtrain.models.device_forms import is_on_gpus, is_on_one_cpu, is_on_one_device
+from shardtrain.models.ops import Ops
 from shardtrain.models.transformer_options import BlockOptions
-
-MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24
-"""Largest number of blocks whose scan is unrolled for a single device."""
 
 
 def stack_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
@@ -32,6 +29,7 @@ def stack_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
 
 
 def walk(
+    ops: Ops,
     config: BlockOptions,
     run_block: Callable[[Any, Any, Any], Any],
     blocks: Any,
@@ -41,6 +39,7 @@ def walk(
     """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
 
     Args:
+      ops: the operations of the model.
       config: the configuration, for `scan` and `remat`.
       run_block: (block, stream, key) -> stream; a new function at each call.
       blocks: the blocks, stacked along the first dim of every parameter.
@@ -49,11 +48,11 @@ def walk(
     """
     # few blocks on one device become plain code, in which no weight is gathered
     num_blocks = len(jax.tree.leaves(blocks)[0])
-    is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
+    is_plain = config.remat in ("none", "weights") and is_plain_code(ops, num_blocks, scan=config.scan)
     # recompute what the policy does not keep; outside of a scan XLA could merge that with the forward pass
     if config.remat != "none" and not is_plain:
-        is_for_gpus = config.remat == "weights" and is_on_gpus()
-        policy, kept = not_elementwise if is_for_gpus else REMAT_POLICIES[config.remat], run_block
+        keeps_products = config.remat == "weights" and ops.keeps_products
+        policy, kept = not_elementwise if keeps_products else REMAT_POLICIES[config.remat], run_block
 
         def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
             return kept(block, name_block_input(x_BTD, config.remat), key)
@@ -72,14 +71,12 @@ def walk(
     return x_BTD
 
 
-def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
-    """Return whether blocks become plain code: on one CPU or GPU, if they are unrolled or few.
+def is_plain_code(ops: Ops, num_blocks: int, *, scan: bool) -> bool:
+    """Return whether blocks become plain code: on one CPU or GPU, if they are not scanned or few.
 
     A loop copies weights, activations for the backward pass and gradients. The parameters stay stacked.
     """
-    if not (is_on_one_cpu() or (is_on_gpus() and is_on_one_device())):
-        return False
-    return not scan or num_blocks <= (MOST_UNROLLED_GPU if is_on_gpus() else MOST_UNROLLED_CPU)
+    return ops.most_unrolled > 0 and (not scan or num_blocks <= ops.most_unrolled)
 
 
 def unstack(tree: Any) -> list[Any]:

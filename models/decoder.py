@@ -113,7 +113,7 @@ class Decoder(DropoutKeys):
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
         if self.config.embed_scale is not None:
             x_BTD *= jnp.asarray(self.config.embed_scale, x_BTD.dtype)
-        x_BTD = add_positions(self.config, x_BTD, self.positions, segments_BT, positions_BT)
+        x_BTD = add_positions(self.ops, self.config, x_BTD, self.positions, segments_BT, positions_BT)
         x_BTD = self.drop_embedding(x_BTD, self.embedding_key())
         stream: dict[str, Any] = {} if segments_BT is None else {"segments": segments_BT}
         if experts := self.config.experts:
@@ -141,7 +141,7 @@ class Decoder(DropoutKeys):
             return {"x": x_BTD, "routers": add_block(carry["routers"], of_block)}
 
         carried = {name: parts[name] for name in ("x", "routers") if name in parts}
-        carried = walk(self.config, run_block, blocks, carried, keys)
+        carried = walk(self.ops, self.config, run_block, blocks, carried, keys)
         return {**stream, **carried} if isinstance(stream, dict) else carried["x"]
 
     def last(self, stream: Stream, *, auxiliary: bool = False) -> Any:

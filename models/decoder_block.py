@@ -8,6 +8,7 @@ from flax import nnx
 
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.key_value_cache import LayerCache
+from shardtrain.models.ops import WithOps
 from shardtrain.models.residual_stream import add_part, read_by_products, split_key
 from shardtrain.models.transformer import Attention, FeedForward, make_norm
 from shardtrain.models.transformer_options import BlockOptions
@@ -29,7 +30,7 @@ class BlockInputs(NamedTuple):
     sees_all: jax.Array
 
 
-class Block(nnx.Module):
+class Block(WithOps):
     """A residual block. It has only parameters: the key of its dropout is an argument."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
@@ -74,8 +75,8 @@ class Block(nnx.Module):
         entering_BTD = x_BTD
         for (norm, layer, post_norm), dropout_key in zip(halves, split_key(key, 2), strict=True):
             read_BTD = entering_BTD if self.parallel else x_BTD
-            h_BTD = layer(read_by_products(read_BTD if norm is None else norm(read_BTD)))
+            h_BTD = layer(read_by_products(self.ops, read_BTD if norm is None else norm(read_BTD)))
             if is_mixture and layer is mlp:
                 h_BTD, counts = h_BTD
-            x_BTD = add_part(x_BTD, h_BTD, self.dropout, dropout_key, post_norm)
+            x_BTD = add_part(self.ops, x_BTD, h_BTD, self.dropout, dropout_key, post_norm)
         return x_BTD if counts is None else (x_BTD, counts)

@@ -16,6 +16,7 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
 from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.layers import Linear, cast_and_constrain, lookup, normal, parameter
+from shardtrain.models.ops import WithOps
 from shardtrain.models.residual_stream import STREAM, add_part, gather_sequence, read_by_products, split_key
 from shardtrain.models.transformer import (
     TABLE,
@@ -70,7 +71,7 @@ class EncoderConfig(TextOptions):
         return Encoder(self, rngs=rngs)
 
 
-class EncoderBlock(nnx.Module):
+class EncoderBlock(WithOps):
     """A post-norm residual block. It has only parameters: the key of its dropout is an argument."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
@@ -84,7 +85,8 @@ class EncoderBlock(nnx.Module):
         # attention sees no padding; the norm comes after each sum, as in BERT
         halves = (partial(self.attention, mask_BS=mask_BT), self.attention_norm), (self.mlp, self.mlp_norm)
         for (layer, norm), dropout_key in zip(halves, split_key(key, 2), strict=True):
-            x_BTD = add_part(x_BTD, layer(read_by_products(x_BTD)), self.dropout, dropout_key)
+            h_BTD = layer(read_by_products(self.ops, x_BTD))
+            x_BTD = add_part(self.ops, x_BTD, h_BTD, self.dropout, dropout_key)
             x_BTD = with_logical_constraint(norm(x_BTD), STREAM)
         return x_BTD
 
@@ -138,7 +140,7 @@ class Encoder(DropoutKeys):
         """Look up tokens, positions and segments, and norm their sum, as input of the first block."""
         # the sum of three embeddings: of the token, its position and its segment
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
-        x_BTD = add_positions(self.config, x_BTD, self.positions)
+        x_BTD = add_positions(self.ops, self.config, x_BTD, self.positions)
         segments = cast_and_constrain(self.segments, (SEGMENTS, EMBED), self.config.dtype)
         x_BTD += segments[0] if segments_BT is None else lookup(segments, segments_BT)
         x_BTD = self.embedding_norm(with_logical_constraint(x_BTD, STREAM))
@@ -152,7 +154,7 @@ class Encoder(DropoutKeys):
         def run_block(block: EncoderBlock, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
             return block(x_BTD, mask_BT, key)
 
-        return {**stream, "x": walk(self.config.parts, run_block, blocks, stream["x"], keys)}
+        return {**stream, "x": walk(self.ops, self.config.parts, run_block, blocks, stream["x"], keys)}
 
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype, from the transformed activations."""

@@ -19,6 +19,7 @@ from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
 from shardtrain.models.layers import cast_and_constrain, normal
+from shardtrain.models.ops import WithOps
 from shardtrain.models.relative_positions import compute_bias, compute_cached_bias, make_table
 from shardtrain.models.residual_stream import (
     STREAM,
@@ -152,8 +153,10 @@ class CrossAttention(Attention):
         q_BTHK = self.scaled(self.q(x_BTD))
         k_BSHK, v_BSHK = self.project_source(source_BSD) if kept is None else kept
         # every target position sees the whole source except padding: no causal mask
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
-        return project_to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+        seen: dict[str, Any] = {"causal": False, "mask_BS": mask_BS}
+        y_BTHK = attend(self.ops, q_BTHK, k_BSHK, v_BSHK, self.config.attention, **seen)
+        y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
+        return project_to_stream(self.ops, self.o, y_BTHK)
 
     def project_source(self, source_BSD: Any) -> tuple[jax.Array, jax.Array]:
         """Compute the keys and values of the encoded source, (batch, source's seq, kv_heads, head_dim)."""
@@ -205,7 +208,7 @@ class EncoderBlock(Block):
         return with_logical_constraint(self.source_norm(x_BSD), STREAM)
 
 
-class DecoderBlock(nnx.Module):
+class DecoderBlock(WithOps):
     """Causal self-attention on the target, attention to the encoded source, feed-forward.
 
     The source passes unchanged to later blocks; the last block drops it.
@@ -253,12 +256,14 @@ class DecoderBlock(nnx.Module):
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
         bias_BHTS = _compute_bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
-        h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
-        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
+        h_BTD = read_by_products(self.ops, self.attention_norm(x_BTD))
+        h_BTD = self.attention(h_BTD, cache=cache, bias_BHTS=bias_BHTS)
+        x_BTD = add_part(self.ops, x_BTD, h_BTD, self.dropout, keys[0])
         source_BSD = None if source_BSD is None else gather_sequence(source_BSD)
         h_BTD = self.cross(gather_sequence(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
-        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[1])
-        return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+        x_BTD = add_part(self.ops, x_BTD, h_BTD, self.dropout, keys[1])
+        h_BTD = self.mlp(read_by_products(self.ops, self.mlp_norm(x_BTD)))
+        return add_part(self.ops, x_BTD, h_BTD, self.dropout, keys[2])
 
 
 def _compute_bias(
@@ -393,4 +398,6 @@ class EncoderDecoder(DropoutKeys):
     ) -> jax.Array:
         """Look up tokens, and add positions from a table; by default positions count from 0."""
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
-        return self.drop_embedding(add_positions(self.config, x_BTD, table, None, positions_BT), key)
+        return self.drop_embedding(
+            add_positions(self.ops, self.config, x_BTD, table, None, positions_BT), key
+        )

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, EXPERTS, MLP, SEQ
@@ -20,6 +19,7 @@ from shardtrain.models.experts_options import Experts
 from shardtrain.models.experts_products import Slots, slots_of_all, slots_of_rows
 from shardtrain.models.experts_routing import Choice, choose
 from shardtrain.models.layers import cast_and_constrain, normal, parameter
+from shardtrain.models.ops import WithOps
 from shardtrain.models.residual_stream import STREAM, gather
 from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
@@ -29,7 +29,7 @@ class RouterBias(nnx.Variable):
     """A bias of the experts' scores, only for the choice of experts; it is part of the model's state."""
 
 
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(WithOps):
     """Apply to each token the experts that a router chooses for it, and the shared feed-forward if any.
 
     Experts have no biases. The layer maps (batch, seq, embed) back to the residual stream.
@@ -62,7 +62,7 @@ class MixtureOfExperts(nnx.Module):
           dropless: whether experts take all tokens, regardless of their capacity.
         """
         options = replace(self.options, capacity=None) if dropless else self.options
-        of_products_BTD, x_BTD = x_BTD, gather(x_BTD)
+        of_products_BTD, x_BTD = x_BTD, gather(self.ops, x_BTD)
         logits_BTE = jnp.tensordot(
             x_BTD.astype(jnp.float32),
             cast_and_constrain(self.router, (EMBED, None), "float32"),
@@ -72,10 +72,13 @@ class MixtureOfExperts(nnx.Module):
         logits_BTE = with_logical_constraint(logits_BTE, (BATCH, SEQ, None))
         bias_E = None if self.router_bias is None else self.router_bias[...]
         choice, counts = choose(options, logits_BTE, bias_E)
-        experts = LocalExperts(options, self.config.activation, x_BTD.shape[1])
-        kernels = self._kernels()
-        of_run = getattr(get_logical_axis_rules(), "experts", None)
-        y_BTD = experts(x_BTD, choice, kernels) if of_run is None else of_run(experts, x_BTD, choice, kernels)
+        blocks = self.ops.has_expert_blocks
+        experts = LocalExperts(options, self.config.activation, x_BTD.shape[1], has_blocks=blocks)
+        exchange, kernels = self.ops.experts, self._kernels()
+        if exchange is None:
+            y_BTD = experts(x_BTD, choice, kernels)
+        else:
+            y_BTD = exchange(experts, x_BTD, choice, kernels)
         y_BTD = with_logical_constraint(y_BTD.astype(x_BTD.dtype), (BATCH, SEQ, EMBED))
         y_BTD = with_logical_constraint(y_BTD, STREAM)
         if self.shared is not None:
@@ -107,10 +110,11 @@ class LocalExperts:
       options: options of the mixture.
       activation: the activation of the configuration.
       seq: number of tokens of a whole row, of which a device may have a part.
+      has_blocks: see `experts_products.slots_of_all`.
     """
 
-    def __init__(self, options: Experts, activation: str, seq: int) -> None:
-        self.options, self.activation, self.seq = options, activation, seq
+    def __init__(self, options: Experts, activation: str, seq: int, *, has_blocks: bool) -> None:
+        self.options, self.activation, self.seq, self.has_blocks = options, activation, seq, has_blocks
 
     @property
     def is_dropless(self) -> bool:
@@ -128,7 +132,8 @@ class LocalExperts:
     def dropless(self, x_BTD: jax.Array, choice: Choice, kernels: Any) -> jax.Array:
         """Do the same with room for all tokens in each expert; choices of other experts add nothing."""
         top, x_ND = choice.experts_BTK.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1])
-        slots = slots_of_all(choice.experts_BTK.reshape(-1, top), len(kernels[0]))
+        experts_NK = choice.experts_BTK.reshape(-1, top)
+        slots = slots_of_all(experts_NK, len(kernels[0]), has_blocks=self.has_blocks)
         out = self.outputs(slots, slots.filled(x_ND), kernels)
         return self.combined(slots, out, choice).reshape(x_BTD.shape)
 

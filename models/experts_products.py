@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.models.device_forms import target_devices
-
 
 @dataclass(frozen=True)
 class Slots:
@@ -68,23 +66,21 @@ def slots_of_rows(experts_BTK: jax.Array, num_experts: int, room: int) -> Slots:
     return Slots(slot, num, product)
 
 
-def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
+def slots_of_all(experts_NK: jax.Array, num_experts: int, *, has_blocks: bool) -> Slots:
     """Return slots with room for all tokens, whatever experts they choose.
-
-    On CPUs, where a ragged product costs as much as if all experts computed all tokens, slots are in blocks
-    of one expert each; elsewhere they have no gaps.
 
     Args:
       experts_NK: int32; `num_experts` if a choice belongs to another device. A token chooses an expert once.
       num_experts: number of experts.
+      has_blocks: whether slots are in blocks of one expert each; otherwise they have no gaps, for ragged
+        products.
     """
     num_tokens, top = experts_NK.shape
     flat = experts_NK.reshape(-1)
     most = num_tokens * min(top, num_experts)
     counts_E = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
     place = _rank_choices(flat, num_experts)
-    devices = target_devices()
-    if not devices or any(device.platform != "cpu" for device in devices):
+    if not has_blocks:
         start_E = jnp.cumsum(counts_E) - counts_E
         slot = jnp.where(flat < num_experts, jnp.take(start_E, flat, mode="clip") + place, most)
 

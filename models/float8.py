@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 from jax import lax
 
-from shardtrain.models import device_forms
+from shardtrain.models.ops import Ops
 
 Products = Literal["", "float8"]
 Dims = tuple[str | None, ...]
@@ -30,10 +30,13 @@ FORMAT = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FORMAT).max)
 
 
-def multiply(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: Products) -> jax.Array:
+def multiply(
+    ops: Ops, x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: Products
+) -> jax.Array:
     """Multiply the last `num_in` dims of `x` with the first of a kernel.
 
     Args:
+      ops: the operations of the model.
       x: (..., in), in the compute dtype.
       kernel: (in, out), in the compute dtype, sharded as it is stored.
       dims: names of the kernel's dims; it is gathered to them before the product, with "float8" in 8 bits.
@@ -44,7 +47,7 @@ def multiply(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products:
       (..., out), in the compute dtype.
     """
     if not products:
-        return device_forms.multiply(x, with_logical_constraint(kernel, dims), num_in)
+        return ops.multiply(x, with_logical_constraint(kernel, dims), num_in)
     return _multiply_float8(x, kernel, dims, num_in)
 
 

@@ -15,9 +15,9 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED
-from shardtrain.models.device_forms import recompute
 from shardtrain.models.float8 import Products, multiply
 from shardtrain.models.lora import Lora
+from shardtrain.models.ops import WithOps
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
@@ -76,7 +76,7 @@ def _derive_lookup(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return lookup(table, indices), tangent
 
 
-class Linear(nnx.Module):
+class Linear(WithOps):
     """A linear map from the last dims of its input, `into`, to `out`.
 
     It may have a bias over `out`, and a low-rank adapter (`lora.py`): two successive maps next to the kernel,
@@ -113,7 +113,7 @@ class Linear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
-        y = multiply(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
+        y = multiply(self.ops, x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
         return self.add_adapter(y, x)
 
     def add_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ class Linear(nnx.Module):
         return None if self.bias is None else cast_and_constrain(self.bias, self.out, self.dtype)
 
 
-class Norm(nnx.Module):
+class Norm(WithOps):
     """A layer norm or root-mean-square norm over the last dims, in float32; only layer norms have biases.
 
     "rmsnorm_plus_one" multiplies by 1 + its scale, which is initialised with 0.
@@ -161,7 +161,7 @@ class Norm(nnx.Module):
         scale = cast_and_constrain(self.scale, self.dims, "float32")
         bias = None if self.bias is None else cast_and_constrain(self.bias, self.dims, "float32")
         derived = self._normalise_by_moments if x.dtype.itemsize == 2 else None
-        return recompute(self._normalise, derived)(x, scale, bias)
+        return self.ops.recompute(self._normalise, derived)(x, scale, bias)
 
     def _normalise(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))

@@ -22,6 +22,7 @@ from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
+from shardtrain.models.ops import PLAIN, Ops
 from shardtrain.models.residual_stream import (
     STREAM,
     gather_sequence,
@@ -42,6 +43,8 @@ FREE = (
 class LinenDecoder(nn.Module):
     """Map token ids to logits; `config` is a `DecoderConfig` that differs from the defaults only in `FREE`.
 
+    A run sets `ops`, the operations of the model.
+
     >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
     >>> tokens = jnp.zeros((1, 8), jnp.int32)
     >>> decoder.apply(decoder.init(jax.random.key(0), tokens), tokens).shape
@@ -49,6 +52,7 @@ class LinenDecoder(nn.Module):
     """
 
     config: DecoderConfig
+    ops: Ops = PLAIN
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array, train: bool = False) -> Any:
@@ -83,7 +87,9 @@ class LinenDecoder(nn.Module):
             unroll=1 if config.scan else config.num_layers,
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
-        x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
+        x_BTD, _ = stacked(config, train, self.ops, name="blocks")(
+            with_logical_constraint(x_BTD, STREAM), None
+        )
         x_BTD = gather_sequence(_make_norm("final_norm", config)(x_BTD))
         if config.loss_chunk is not None:
             return ChunkedLogits(
@@ -98,14 +104,15 @@ class LinenBlock(nn.Module):
 
     config: DecoderConfig
     train: bool
+    ops: Ops
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
         x_BTD = name_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
-            h_BTD = read_by_products(_make_norm(norm_name, self.config)(x_BTD))
-            h_BTD = checkpoint_name(layer(self.config, name=name)(h_BTD), BLOCK_OUTPUT)
+            h_BTD = read_by_products(self.ops, _make_norm(norm_name, self.config)(x_BTD))
+            h_BTD = checkpoint_name(layer(self.config, self.ops, name=name)(h_BTD), BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
         return x_BTD, None
@@ -115,6 +122,7 @@ class LinenAttention(nn.Module):
     """Causal self-attention."""
 
     config: DecoderConfig
+    ops: Ops
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -124,28 +132,31 @@ class LinenAttention(nn.Module):
         ]
         # one product, whose gradient is then reduced over devices once
         kernel = jnp.stack([linear.cast() for linear in linears], 2)
-        y = read_from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
+        y = read_from_stream(self.ops, x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
             with_logical_constraint(linear.add_bias(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
             for i, linear in enumerate(linears)
         )
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
+        y_BTHK = attend(self.ops, q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return project_to_stream(LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o"), y_BTHK)
+        linear = LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o")
+        return project_to_stream(self.ops, linear, y_BTHK)
 
 
 class LinenFeedForward(nn.Module):
     """Two projections around a gelu."""
 
     config: DecoderConfig
+    ops: Ops
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         up = LinenLinear(self.config, (EMBED,), (MLP,), name="up")
-        h_BTF = up.add_bias(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
+        h_BTF = up.add_bias(read_from_stream(self.ops, x_BTD, up.cast(), (EMBED, MLP)))
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
-        return project_to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
+        linear = LinenLinear(self.config, (MLP,), (EMBED,), name="down")
+        return project_to_stream(self.ops, linear, h_BTF)
 
 
 class LinenLinear(nn.Module):

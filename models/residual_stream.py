@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, RESIDUAL_SEQ, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, WHOLE_SEQ
-from shardtrain.models.device_forms import compute_once
 from shardtrain.models.float8 import Dims, Products, multiply
+from shardtrain.models.ops import Ops
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 
@@ -31,25 +30,23 @@ def gather_sequence(x_BTD: jax.Array) -> jax.Array:
     return checkpoint_name(x_BTD, WHOLE_SEQ)
 
 
-def _find_matmul() -> Any:
-    """Return the run's `CollectiveMatmul`, an attribute of Flax's logical rules; None without one."""
-    return getattr(get_logical_axis_rules(), "products", None)
-
-
-def read_by_products(x_BTD: jax.Array) -> jax.Array:
+def read_by_products(ops: Ops, x_BTD: jax.Array) -> jax.Array:
     """Return the input of `read_from_stream`: gathered, unless the run gathers it during the product."""
-    return gather_sequence(x_BTD) if _find_matmul() is None else with_logical_constraint(x_BTD, STREAM)
+    return gather_sequence(x_BTD) if ops.matmul is None else with_logical_constraint(x_BTD, STREAM)
 
 
-def gather(x_BTD: jax.Array) -> jax.Array:
+def gather(ops: Ops, x_BTD: jax.Array) -> jax.Array:
     """Return the whole sequence of a result of `read_by_products`, for computations other than products."""
-    return x_BTD if _find_matmul() is None else gather_sequence(x_BTD)
+    return x_BTD if ops.matmul is None else gather_sequence(x_BTD)
 
 
-def read_from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: Products = "") -> jax.Array:
+def read_from_stream(
+    ops: Ops, x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: Products = ""
+) -> jax.Array:
     """Multiply the input of a block with a kernel.
 
     Args:
+      ops: the operations of the model.
       x_BTD: the result of `read_by_products`.
       kernel: (embed, ...), in the compute dtype, sharded as it is stored.
       dims: names of the kernel's dims for the product.
@@ -61,26 +58,27 @@ def read_from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: 
     Raises:
       ValueError: products are in 8 bits, and the run gathers sequences during products.
     """
-    if (of_run := _find_matmul()) is not None:
+    if ops.matmul is not None:
         _check(products)
-        y = of_run.gathered(x_BTD, with_logical_constraint(kernel, dims), dims)
+        y = ops.matmul.gathered(x_BTD, with_logical_constraint(kernel, dims), dims)
         if y is not None:
             return y
-    return multiply(gather(x_BTD), kernel, dims, 1, products)
+    return multiply(ops, gather(ops, x_BTD), kernel, dims, 1, products)
 
 
-def project_to_stream(linear: Any, x: jax.Array) -> jax.Array:
+def project_to_stream(ops: Ops, linear: Any, x: jax.Array) -> jax.Array:
     """Project onto the residual stream, with a reduction over tensor or a reduce-scatter of the sequence.
 
     Args:
+      ops: the operations of the model.
       linear: `layers.Linear`, or an object with its fields and methods.
       x: (batch, seq, ...), the input of the projection.
     """
     y_BTD = None
-    if (of_run := _find_matmul()) is not None:
+    if ops.matmul is not None:
         _check(linear.products)
         dims = (*linear.into, *linear.out)
-        y_BTD = of_run.multiply_scattered(x, with_logical_constraint(linear.cast(), dims), dims)
+        y_BTD = ops.matmul.multiply_scattered(x, with_logical_constraint(linear.cast(), dims), dims)
     if y_BTD is None:
         # constrained unsharded first, so that the backward pass gathers its gradient once
         y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
@@ -98,12 +96,17 @@ def _check(products: Products) -> None:
 
 
 def add_part(
-    x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None, post_norm: Any = None
+    ops: Ops,
+    x_BTD: jax.Array,
+    h_BTD: jax.Array,
+    dropout: nnx.Dropout,
+    key: jax.Array | None,
+    post_norm: Any = None,
 ) -> jax.Array:
     """Add the output of a part of a block to the residual stream, after `post_norm` and dropout."""
     h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
     h_BTD = dropout(h_BTD if post_norm is None else post_norm(h_BTD), rngs=key)
-    return compute_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
+    return ops.compute_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
 
 
 def split_key(key: jax.Array | None, num: int) -> Any:

@@ -24,7 +24,6 @@ from shardtrain.axes import (
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, cap
-from shardtrain.models.device_forms import is_on_gpus, is_on_one_device, keep_last_contiguous, recompute
 from shardtrain.models.layers import (
     Dims,
     Linear,
@@ -35,6 +34,7 @@ from shardtrain.models.layers import (
     peek_keys,
     restart_positions,
 )
+from shardtrain.models.ops import Ops, WithOps
 from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
 from shardtrain.models.rotary import compute_block_frequencies, rotate
 from shardtrain.models.transformer_options import (
@@ -58,30 +58,14 @@ def exact_gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
-def tanh_gelu(x: jax.Array) -> jax.Array:
-    """Compute gelu with its tanh approximation; on GPUs in 16 bits by a sigmoid in float32.
-
-    (1 + tanh z) / 2 is the sigmoid of 2 z, which needs fewer operations on a GPU, and loses no digits below
-    0.
-    """
-    if x.dtype == jnp.float32 or not is_on_gpus():
-        return jax.nn.gelu(x, approximate=True)
-    wide = x.astype(jnp.float32)
-    twice_z = math.sqrt(8 / math.pi) * wide * (1 + 0.044715 * wide * wide)
-    return (wide * jax.lax.logistic(twice_z)).astype(x.dtype)
+def apply_activation(ops: Ops, name: str, x: jax.Array) -> jax.Array:
+    """Apply a configuration's activation to the hidden features, or to the features that gate them."""
+    if name in ("gelu", "geglu"):
+        return ops.tanh_gelu(x)
+    return {"gelu_erf": exact_gelu, "relu": jax.nn.relu, "swiglu": jax.nn.silu}[name](x)
 
 
-ACTIVATIONS = {
-    "gelu": tanh_gelu,
-    "gelu_erf": exact_gelu,
-    "relu": jax.nn.relu,
-    "swiglu": jax.nn.silu,
-    "geglu": tanh_gelu,
-}
-"""Name of an activation -> the function of the hidden features, or of the features that gate them."""
-
-
-class DropoutKeys(nnx.Module):
+class DropoutKeys(WithOps):
     """A model with its own random stream, which gives its blocks the keys of their dropout.
 
     A call composes `first`, `run` on `blocks` with `block_keys`, and `last`; the dropout masks do not depend
@@ -117,7 +101,7 @@ class DropoutKeys(nnx.Module):
             self.rngs()
 
 
-class Attention(nnx.Module):
+class Attention(WithOps):
     """Self-attention, causal or bidirectional, on the normed residual stream (batch, seq, embed)."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
@@ -170,23 +154,23 @@ class Attention(nnx.Module):
         if cache is not None:
             seen = {"causal": False, "mask_BS": cache.mask_BTS(window), "bias_BHTS": bias_BHTS}
         soft_cap = self.config.soft_cap
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, soft_cap=soft_cap, **seen)
+        y_BTHK = attend(self.ops, q_BTHK, k_BSHK, v_BSHK, self.config.attention, soft_cap=soft_cap, **seen)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return project_to_stream(self.o, y_BTHK)
+        return project_to_stream(self.ops, self.o, y_BTHK)
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries, keys and values by one product, so that devices reduce its gradient only once.
 
         Query heads are grouped with the key and value head that they share, and split over devices together.
-        On one GPU all heads are one group, so that queries, keys and values are concatenated in long pieces.
+        If `joins_heads` all heads are one group: queries, keys and values are concatenated in long pieces.
         """
         sizes = self.config.sizes
-        num_groups = 1 if is_on_gpus() and is_on_one_device() else sizes[KV_HEADS]
+        num_groups = 1 if self.ops.joins_heads else sizes[KV_HEADS]
         # (embed, groups, heads of a group, head_dim): the queries of a group, then its keys and its values
         group = (num_groups, -1, sizes[HEAD_DIM])
         kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
         kernel, dims = jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM)
-        y = read_from_stream(x_BTD, kernel, dims, self.config.products)
+        y = read_from_stream(self.ops, x_BTD, kernel, dims, self.config.products)
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         # split queries, keys and values again, each with its own bias
         num_keys = kernels[1].shape[2]
@@ -211,11 +195,11 @@ class Attention(nnx.Module):
         return with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
 
 
-class FeedForward(nnx.Module):
+class FeedForward(WithOps):
     """A feed-forward of two or three projections, from `read_by_products` back to the residual stream."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.up = make_linear(config, (EMBED,), (MLP,), rngs, name="up")
         gated = config.activation in GATED
         self.gate = make_linear(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
@@ -224,25 +208,26 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
-            y_BTF = read_from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
+            y_BTF = read_from_stream(self.ops, x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
             y_BTF = with_logical_constraint(self.up.add_adapter(y_BTF, x_BTD), (BATCH, SEQ, MLP))
-            h_BTF = recompute(self._activate)(y_BTF, self.up.cast_bias())
+            h_BTF = self.ops.recompute(self._activate)(y_BTF, self.up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
             kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
-            y = read_from_stream(x_BTD, kernel, (EMBED, None, MLP), self.up.products)
+            y = read_from_stream(self.ops, x_BTD, kernel, (EMBED, None, MLP), self.up.products)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             linears = self.up, self.gate
             if any(linear.lora for linear in linears):
                 y = jnp.stack([linear.add_adapter(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
-            h_BTF = recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
-        return project_to_stream(self.down, h_BTF)
+            h_BTF = self.ops.recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
+        return project_to_stream(self.ops, self.down, h_BTF)
 
     def _activate(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return self.activation(add_bias(y, bias))
+        return apply_activation(self.ops, self.activation, add_bias(y, bias))
 
     def _gate(self, y: jax.Array, up_bias: jax.Array | None, gate_bias: jax.Array | None) -> jax.Array:
-        return add_bias(y[:, :, 0], up_bias) * self.activation(add_bias(y[:, :, 1], gate_bias))
+        gate = apply_activation(self.ops, self.activation, add_bias(y[:, :, 1], gate_bias))
+        return add_bias(y[:, :, 0], up_bias) * gate
 
 
 def compute_logits(
@@ -317,6 +302,7 @@ def embed_tokens(config: TextOptions, embedding: nnx.Param, tokens_BT: jax.Array
 
 
 def add_positions(
+    ops: Ops,
     config: TransformerOptions,
     x_BTD: jax.Array,
     table: nnx.Param | None,
@@ -330,7 +316,7 @@ def add_positions(
     if positions_BT is None and segments_BT is not None:
         positions_BT = restart_positions(segments_BT)
     of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else lookup(table_SD, positions_BT)
-    return keep_last_contiguous(x_BTD + of_tokens)
+    return ops.keep_last_contiguous(x_BTD + of_tokens)
 
 
 def describe_too_long(num_tokens: int, seq: int) -> str:

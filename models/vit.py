@@ -148,7 +148,8 @@ class Vit(DropoutKeys):
             token_D = cast_and_constrain(self.token, (EMBED,), config.dtype)
             tokens_B1D = jnp.broadcast_to(token_D, (x_BTD.shape[0], 1, config.embed))
             x_BTD = jnp.concatenate([tokens_B1D, x_BTD], axis=1)
-        return self.drop_embedding(add_positions(config, x_BTD, self.positions), self.embedding_key())
+        x_BTD = add_positions(self.ops, config, x_BTD, self.positions)
+        return self.drop_embedding(x_BTD, self.embedding_key())
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         """Apply stacked blocks to the residual stream: all blocks, or those of a pipeline stage."""
@@ -157,7 +158,7 @@ class Vit(DropoutKeys):
         def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
             return block(x_BTD, key)
 
-        return walk(self.config.parts, run_block, blocks, x_BTD, keys)
+        return walk(self.ops, self.config.parts, run_block, blocks, x_BTD, keys)
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Norm and pool; return the float32 logits (batch, classes), rounded to dtype."""

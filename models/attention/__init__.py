@@ -4,12 +4,12 @@ A new one is a file here and an entry of `ATTENTIONS`; tests/models/test_attenti
 Next: `options.py` (the contract), `xla.py`, `blockwise.py`. `transformer.py` has the layer around attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import jax
-from flax.core.spmd import get_logical_axis_rules
+import jax.numpy as jnp
 
 from shardtrain.errors.messages import refuse
 from shardtrain.models import checks
@@ -17,7 +17,7 @@ from shardtrain.models.attention.blockwise import BLOCKWISE
 from shardtrain.models.attention.cudnn import CUDNN, describe_device
 from shardtrain.models.attention.options import Attention, ScoreOptions
 from shardtrain.models.attention.xla import XLA
-from shardtrain.models.device_forms import target_devices
+from shardtrain.models.ops import PLAIN, Ops
 
 __all__ = ["ATTENTIONS", "Attention", "ScoreOptions", "attend", "attend_whole"]
 
@@ -32,15 +32,14 @@ LONG_ELSEWHERE = 4096
 """The same for other devices, where the scores of a head take 64 MiB; their time was not measured."""
 
 
-def _choose(
-    kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, options: ScoreOptions, devices: Sequence[Any]
-) -> str:
+def _choose(ops: Ops, kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, options: ScoreOptions) -> str:
     """Return the name of the attention to compute, and log it in a run.
 
     Raises:
       ValueError: the attention does not exist, or cannot compute this.
     """
     refuse("this attention cannot be computed", checks.choice("attention", kind, ("auto", *ATTENTIONS)))
+    devices = ops.devices or ()
     long = LONG.get(devices[0].device_kind, LONG_ELSEWHERE) if devices else LONG_ELSEWHERE
     is_long = q_BTHK.shape[1] * k_BSHK.shape[1] >= long**2
     automatic = ("cudnn", "blockwise", "xla") if is_long else ("cudnn", "xla", "blockwise")
@@ -56,20 +55,19 @@ def _choose(
             " resumes also needs --allow.changed model.attention"
         )
     why = ". ".join(lacking) or f"{q_BTHK.dtype.name} on {describe_device(devices)}"
-    # a run that traces the model gives it, as it gives attention over a mesh
-    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
-        note(f"attention: {name}, {'by auto' if kind == 'auto' else 'as asked for'}: {why}")
+    if ops.note is not None:
+        ops.note(f"attention: {name}, {'by auto' if kind == 'auto' else 'as asked for'}: {why}")
     return name
 
 
 @jax.named_scope("attention")
-def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: str, **options: Any) -> jax.Array:
-    """Compute attention: by the run if a mesh shards sequences, else by `attend_whole`.
-
-    A run gives its attention to models as the attribute `attention` of Flax's logical rules, which know the
-    mesh. Its first argument is the model's own attention.
+def attend(
+    ops: Ops, q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: str, **options: Any
+) -> jax.Array:
+    """Compute attention: by `ops.attention` if a mesh shards sequences, else by `attend_whole`.
 
     Args:
+      ops: the operations of the model.
       q_BTHK: queries, with dims (batch, seq, heads, head_dim).
       k_BSHK: keys, with dims (batch, seq, kv_heads, head_dim).
       v_BSHK: values, with the dims of the keys.
@@ -83,20 +81,19 @@ def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: str, *
       ValueError: a mesh shards sequences, and there is a mask for each query; or a bias, which "ring" and
         "all-gather" do not support; or as `attend_whole`.
     """
-    of_run = getattr(get_logical_axis_rules(), "attention", None)
-    whole = partial(attend_whole, kind)
-    if of_run is None:
+    whole = partial(attend_whole, kind, ops=ops)
+    if ops.attention is None:
         return whole(q_BTHK, k_BSHK, v_BSHK, **options)
     asked = ScoreOptions(**options)
     if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
         raise ValueError(
             "attention over a mesh axis takes no cache of keys and values; use a mesh with context=1"
         )
-    return of_run(whole, q_BTHK, k_BSHK, v_BSHK, **asked._asdict())
+    return ops.attention(whole, q_BTHK, k_BSHK, v_BSHK, **asked._asdict())
 
 
 def attend_whole(
-    kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, **options: Any
+    kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, *, ops: Ops = PLAIN, **options: Any
 ) -> jax.Array:
     """Compute scaled dot-product attention, with softmax in float32 and grouped queries.
 
@@ -106,6 +103,7 @@ def attend_whole(
       q_BTHK: queries.
       k_BSHK: keys; their number of heads divides the number of query heads.
       v_BSHK: values, shaped as the keys.
+      ops: the operations of the model.
       options: see `ScoreOptions`.
 
     Returns:
@@ -123,12 +121,19 @@ def attend_whole(
             f"{q_BTHK.shape[2]} heads of queries cannot share {k_BSHK.shape[2]} heads of keys; use a number"
             " of query heads that key heads divide"
         )
-    # no plan can trace some attentions: it says which devices it is for, and has a call in their place
-    planned = getattr(get_logical_axis_rules(), "planned", None)
-    devices = target_devices() if planned is None else [planned.device]
     if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
         # the cache of a model that may be trained with another attention
         kind = "xla"
-    name = _choose(kind, q_BTHK, k_BSHK, asked, devices)
-    attention = ATTENTIONS[name].attend if planned is None else planned.replace(name, ATTENTIONS[name].attend)
-    return attention(q_BTHK, k_BSHK, v_BSHK, asked)
+    name = _choose(ops, kind, q_BTHK, k_BSHK, asked)
+    attention = ATTENTIONS[name].attend
+    if ops.replace_attention is not None:
+        attention = ops.replace_attention(name, attention)
+    arrays = q_BTHK, k_BSHK, v_BSHK
+    # XLA has no product of float16 for CPUs that it adds up in float32
+    if q_BTHK.dtype == jnp.float16 and (ops.devices is None or _has_cpu(ops.devices)):
+        arrays = [x.astype(jnp.float32) for x in arrays]
+    return attention(*arrays, asked).astype(q_BTHK.dtype)
+
+
+def _has_cpu(devices: Iterable[Any]) -> bool:
+    return any(device.device_kind == "cpu" for device in devices)

@@ -35,8 +35,7 @@ class Attention(NamedTuple):
 
     Attributes:
       find_obstacles: (queries, keys, `ScoreOptions`, devices) -> what the attention needs and does not find,
-        as ends of a sentence "it needs ..."; arrays may be shapes. The devices are those of this process that
-        will run the program, see `target_devices`.
+        as ends of a sentence "it needs ..."; arrays may be shapes. The devices are `Ops.devices`, or [].
       attend: (queries, keys, values, `ScoreOptions`) -> the context, shaped and typed as the queries; dims
         are (batch, seq, heads, head_dim), and the number of key heads divides that of query heads. Softmax is
         in float32.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.models.attention.options import Attention, ScoreOptions
-from shardtrain.models.device_forms import target_devices
 
 
 def _find_obstacles(q_BTHK: Any, k_BSHK: Any, options: ScoreOptions, devices: Sequence[Any]) -> list[str]:
@@ -15,12 +14,9 @@ def _find_obstacles(q_BTHK: Any, k_BSHK: Any, options: ScoreOptions, devices: Se
 
 
 def _attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, options: ScoreOptions) -> jax.Array:
-    dtype, seen = q_BTHK.dtype, _find_seen(q_BTHK, k_BSHK, options)
-    if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in target_devices()):
-        # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
-        q_BTHK, k_BSHK, v_BSHK = (x.astype(jnp.float32) for x in (q_BTHK, k_BSHK, v_BSHK))
+    seen = _find_seen(q_BTHK, k_BSHK, options)
     if options.soft_cap is not None:
-        return _attend_capped(q_BTHK, k_BSHK, v_BSHK, options.causal, seen, options.soft_cap).astype(dtype)
+        return _attend_capped(q_BTHK, k_BSHK, v_BSHK, options.causal, seen, options.soft_cap)
     return jax.nn.dot_product_attention(
         q_BTHK,
         k_BSHK,
@@ -29,7 +25,7 @@ def _attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, options: Sc
         mask=seen,
         is_causal=options.causal,
         implementation="xla",
-    ).astype(dtype)
+    )
 
 
 def _find_seen(q_BTHK: jax.Array, k_BSHK: jax.Array, options: ScoreOptions) -> jax.Array | None:

@@ -23,7 +23,8 @@ class Ops:
         tokens. None computes all experts here.
       matmul: products that exchange parts of a sequence, see `functional.collective_matmul`. None computes
         whole products.
-      devices: the devices that will run the program, for the choice of an attention. () if they are unknown.
+      devices: the devices of this process that will run the program, for the choice of an attention. None means
+        that they are unknown.
       replace_attention: (name, attend) -> what is traced in place of an entry of `ATTENTIONS`, in a plan.
         None replaces nothing.
       note: receives a line about the attention that is chosen. None disables it.
@@ -32,7 +33,7 @@ class Ops:
     attention: Callable[..., jax.Array] | None = None
     experts: Callable[..., jax.Array] | None = None
     matmul: Any = None
-    devices: tuple[Any, ...] = ()
+    devices: tuple[Any, ...] | None = None
     replace_attention: Callable[..., Any] | None = None
     note: Callable[[str], None] | None = None
 

@@ -25,6 +25,7 @@ from shardtrain.functional import per_device as _installed  # noqa: F401
 from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.functional.context_attention import ContextAttention
 from shardtrain.functional.expert_exchange import exchange_tokens
+from shardtrain.functional.run_trace import TRACE, RunTrace
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.placement_problems import format_rules, format_ways
 from shardtrain.sharding.rules import Rules, find_repeated
@@ -55,22 +56,8 @@ class _StrictRules(tuple):
     """Messages about the constraints of the traced function, as keys, in order."""
     unruled: dict[str, None]
     """Dim names without a rule, as keys."""
-    one_device: bool
-    any_mesh: bool
-    """Whether the trace is for meshes that are not chosen yet, so that models use no form for one device."""
+    is_one_device: bool
     unnamed: str
-    attention: ContextAttention | None
-    """The attention that models compute, see `ContextAttention`; None means their own."""
-    experts: Callable[..., jax.Array] | None
-    """The exchange of mixtures of experts, see `exchange_tokens`; None on one device."""
-    products: CollectiveMatmul | None
-    """The products of blocks with sharded sequences, see `CollectiveMatmul`; None means plain products."""
-    note: Callable[[str], None] | None
-    """Receives lines about the attention that a model computes; None disables it."""
-    per_device: bool
-    """Whether convolutions and FFTs are computed per device (`per_device.py`)."""
-    planned: Any
-    """The devices of a plan and calls in place of attentions; None means devices of jax, and attention."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -78,7 +65,7 @@ class _StrictRules(tuple):
         yield recorder, None
         # Flax has now compared the recorder with every dim of the array
         dims = [name for name in recorder.names if isinstance(name, str)]
-        if not self.one_device:
+        if not self.is_one_device:
             self._check(rules, tuple(recorder.names), dims)
         # each axis goes to the first dim that asks for it, so that Flax accepts what has been recorded
         taken: set[str] = set()
@@ -131,11 +118,17 @@ def noting(note: Callable[[str], None]) -> Iterator[None]:
             seen.add(text)
             note(text)
 
-    token = _NOTE.set(once)
+    with _set(_NOTE, once):
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _NOTE.reset(token)
+        variable.reset(token)
 
 
 @contextmanager
@@ -146,12 +139,10 @@ def activation_rules(
     context_attention: str = "ring",
     collective_matmul: bool = False,
     *,
-    attention: Any = None,
-    experts: Any = None,
     any_mesh: bool = False,
-    planned: Any = None,
+    **ops: Any,
 ) -> Iterator[None]:
-    """Within this context, `nn.with_logical_constraint` follows these rules strictly.
+    """Within this context, `nn.with_logical_constraint` follows these rules, and models get a run's operations.
 
     Args:
       rules: dim -> axes for activations.
@@ -160,10 +151,8 @@ def activation_rules(
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
       collective_matmul: whether products are computed while a sharded sequence is exchanged, see
         `CollectiveMatmul`.
-      attention: the attention of models, in place of `ContextAttention`.
-      experts: the exchange of mixtures of experts, in place of `exchange_tokens`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
-      planned: what models compute in a plan in place of attentions, see `PlannedAttention`.
+      ops: fields of `Ops` in place of those of a run, hashable; None replaces nothing.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -172,20 +161,22 @@ def activation_rules(
     pairs = tuple(rules.items())
     strict = _StrictRules(pairs)
     strict.problems, strict.unruled, strict.unnamed = {}, {}, unnamed
-    strict.one_device, strict.any_mesh = is_one_device(mesh.shape), any_mesh
-    over_context = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
-    strict.attention = over_context if attention is None else attention
-    strict.experts = experts or (None if strict.one_device else exchange_tokens)
-    strict.products = CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None
-    strict.note, strict.planned = _NOTE.get(), planned
-    strict.per_device = not any_mesh
+    strict.is_one_device = is_one_device(mesh.shape)
+    of_run = {
+        "attention": ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None,
+        "experts": None if strict.is_one_device else exchange_tokens,
+        "matmul": CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None,
+        **{name: value for name, value in ops.items() if value is not None},
+    }
+    facts: dict[str, Any] = {"unnamed": unnamed, "is_one_device": strict.is_one_device, "any_mesh": any_mesh}
+    trace = RunTrace(ops=of_run, note=_NOTE.get(), **facts)
     # a block that was traced before is traced again if a log is asked for
-    of_run = (strict.attention, experts, strict.products is None, strict.note, planned)
-    key = (pairs, unnamed, strict.one_device, any_mesh, of_run)
+    key = (pairs, *facts.values(), *of_run.values(), trace.note)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),
         _RULES_IN_USE(key),
+        _set(TRACE, trace),
     ):
         try:
             yield

@@ -10,12 +10,12 @@ References:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -24,6 +24,7 @@ from shardtrain import axes
 from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 from shardtrain.functional.remat_policies import WHOLE_SEQ
 from shardtrain.functional.ring import Ring
+from shardtrain.functional.run_trace import note
 
 Dims = tuple[str | None, ...]
 Axes = tuple[str, ...]
@@ -57,6 +58,7 @@ class _Call(NamedTuple):
         return PartitionSpec(self.rows or None, seq or None, *(each or None for each in of_features))
 
 
+@dataclass(frozen=True)
 class CollectiveMatmul:
     """Products that turn parts of a sequence into parts of features, or back."""
 
@@ -109,8 +111,7 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
     # a few rows that are only traced need not divide
     rows = rows if x.shape[0] % num_devices(rows, mesh.shape) == 0 else ()
     ring = Ring(axes.TENSOR, num, "any", in_pairs=mesh.shape.get(axes.PIPELINE, 1) > 1)
-    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
-        note(f"{NOTED} over tensor={num} (collective matmul)")
+    note(f"{NOTED} over tensor={num} (collective matmul)")
     return _Call(ring, rows, seq, of_kernel, num_in)
 
 

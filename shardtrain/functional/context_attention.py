@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -20,6 +19,7 @@ from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads
 from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 from shardtrain.functional.ring import Ring
 from shardtrain.functional.ring_attention import attend_gathered, ring_attention
+from shardtrain.functional.run_trace import note
 from shardtrain.models.attention.blockwise import label_keys
 from shardtrain.models.attention.options import ScoreOptions
 from shardtrain.models.attention.score_blocks import VisibleKeys, group_heads, window_reach
@@ -128,8 +128,7 @@ class ContextAttention:
         split = PartitionSpec(rows or None, seq, heads or None)
         of_keys = PartitionSpec(rows or None, seq, own.axes_of_k or None)
         compute = CONTEXT_ATTENTIONS[self.kind]
-        note = getattr(get_logical_axis_rules(), "note", None)
-        if self.kind != "all-to-all" and note is not None:
+        if self.kind != "all-to-all":
             text = f"over context={call.num}, in plain jax: it has no kernel for any device"
             note(f"attention: {self.kind} {text}")
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
+
+from shardtrain.functional.run_trace import TRACE
 
 
 @runtime_checkable
@@ -121,8 +122,8 @@ def _entropies_and_sums(
     """Return the cross-entropies, and the logarithm of the sum of each target's exponentials."""
     highest = logits.max(-1)
     shifted = logits - highest[..., None]
-    rules: Any = get_logical_axis_rules()
-    if getattr(rules, "one_device", False) and not rules.any_mesh:
+    trace = TRACE.get()
+    if trace is not None and trace.is_one_device and not trace.any_mesh:
         own = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0] - highest
     else:
         # logits that are sharded over the vocabulary stay sharded, unlike by a gather

@@ -13,6 +13,7 @@ from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
 from shardtrain.functional.model import Model, Tree, dim_names, keep_structure, path_text
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.rng import new_key
+from shardtrain.functional.run_trace import give_ops
 from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, record_calls
 
 
@@ -56,7 +57,7 @@ def from_linen(
         return model_state.pop("params", {}), model_state
 
     def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
-        used = module if train else evaluated
+        used = give_ops(module if train else evaluated)
         inputs, given = split_options(inputs)
         modes: dict[str, Any] = mode_arguments(type(used).__call__, train)
         # only training changes the model state, such as running statistics

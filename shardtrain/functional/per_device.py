@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.mesh_axes import auto_axes, axis_names, find_mesh_axes, num_devices
+from shardtrain.functional.run_trace import TRACE, note
 
 Split = tuple[tuple[PartitionSpec, ...], PartitionSpec, dict[str, Any]]
 """The specs of an operation's operands and of its result; the parameters that differ on a device."""
@@ -29,8 +29,8 @@ def install(primitive: Any, split: Callable[..., Split | None]) -> None:
     bind = primitive.bind
 
     def bind_per_device(*operands: Any, **parameters: Any) -> Any:
-        rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
-        if not getattr(rules, "per_device", False) or _is_mapped_by_model(operands):
+        trace, mesh = TRACE.get(), jax.sharding.get_abstract_mesh()
+        if trace is None or trace.any_mesh or _is_mapped_by_model(operands):
             return bind(*operands, **parameters)
         auto = auto_axes(mesh)
         found = split(operands, parameters, mesh) if num_devices(tuple(auto), mesh.shape) > 1 else None
@@ -45,7 +45,7 @@ def install(primitive: Any, split: Callable[..., Split | None]) -> None:
 
         # replicas, a vmap around this, add their axes to the specs
         per_device = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names=auto)
-        _note_repeated(primitive.name, rules, mesh, split_axes)
+        _note_repeated(primitive.name, mesh, split_axes)
         return per_device(*operands)
 
     primitive.bind = bind_per_device
@@ -62,15 +62,15 @@ def _vary(x: jax.Array, names: set[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _note_repeated(name: str, rules: Any, mesh: Any, split_axes: set[str]) -> None:
+def _note_repeated(name: str, mesh: Any, split_axes: set[str]) -> None:
     """Log the axes along which several devices compute the same; replicas never do."""
     repeated = [
         f"{axis}={mesh.shape[axis]}"
         for axis in (axes.CONTEXT, axes.TENSOR)
         if mesh.shape[axis] > 1 and axis not in split_axes
     ]
-    if repeated and rules.note is not None:
-        rules.note(f"{name}: devices along {', '.join(repeated)} each compute all of it")
+    if repeated:
+        note(f"{name}: devices along {', '.join(repeated)} each compute all of it")
 
 
 def _fit_axes(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
@@ -92,9 +92,10 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
     rows, channels = find_mesh_axes(axes.BATCH, axes.CHANNELS_OUT)
     rows = _fit_axes(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
     # kernels without names are whole on devices along tensor, and so is what surrounds them
-    rules: Any = get_logical_axis_rules()
+    trace = TRACE.get()
+    is_named = trace is not None and trace.unnamed == "refuse"
     channels = _fit_axes(
-        channels if rules.unnamed == "refuse" else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
+        channels if is_named else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
     )
     of_lhs = _spec(lhs.ndim, {lhs_dims[0]: rows, lhs_dims[1]: () if groups == 1 else channels})
     of_rhs = _spec(rhs.ndim, {rhs_dims[0]: channels})

@@ -22,6 +22,7 @@ from shardtrain.functional.auxiliary import Outputs
 from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
 from shardtrain.functional.model import Tree, dim_names, keep_structure
 from shardtrain.functional.module_factory import construct
+from shardtrain.functional.run_trace import give_ops
 from shardtrain.sharding.array_dims import JOINT
 
 NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
@@ -162,7 +163,7 @@ class SplitModule:
                 _seed(self.rngs, rng),
                 fill_values(self.model_state, model_state),
             )
-            check = guard_parameters(module)
+            check = guard_parameters(give_ops(module))
             with output_shardings():
                 outputs = method(module, *inputs)
             check()

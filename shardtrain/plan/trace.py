@@ -101,9 +101,10 @@ def trace(
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
-    of_plan: dict[str, Any] = {"attention": attention, "experts": experts}
-    of_plan["planned"] = plan_attention(kind, has_flash=target.has_flash)
-    with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
+    planned = plan_attention(kind, has_flash=target.has_flash)
+    ops = {"attention": attention, "experts": experts, "devices": (planned.device,)}
+    ops["replace_attention"] = planned.replace
+    with activation_rules(rules, mesh, "replicate", any_mesh=not target.one_device, **ops):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk(for_gpus=platform == "gpu")
     numbers = walk.add_inputs(traced.jaxpr, names)
