@@ -26,6 +26,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.ops import find_ops, set_ops
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.progress import progress
@@ -69,12 +70,12 @@ class HandWritten:
         )
         self.opt_state = optimizer.init(self.params)
 
-        # the model asks for how many devices it is traced, wherever there are several
         mesh = make_mesh(Layout(), jax.devices()[:1]).abstract_mesh
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             with jax.sharding.use_abstract_mesh(mesh):
-                logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
+                model = set_ops(nnx.merge(graph, nnx.State(params)), find_ops())
+                logits = model(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         options = step_options(jax.default_backend())

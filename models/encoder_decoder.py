@@ -398,6 +398,5 @@ class EncoderDecoder(DropoutKeys):
     ) -> jax.Array:
         """Look up tokens, and add positions from a table; by default positions count from 0."""
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
-        return self.drop_embedding(
-            add_positions(self.ops, self.config, x_BTD, table, None, positions_BT), key
-        )
+        x_BTD = add_positions(self.ops, self.config, x_BTD, table, None, positions_BT)
+        return self.drop_embedding(x_BTD, key)

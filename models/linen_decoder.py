@@ -87,9 +87,8 @@ class LinenDecoder(nn.Module):
             unroll=1 if config.scan else config.num_layers,
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
-        x_BTD, _ = stacked(config, train, self.ops, name="blocks")(
-            with_logical_constraint(x_BTD, STREAM), None
-        )
+        x_BTD = with_logical_constraint(x_BTD, STREAM)
+        x_BTD, _ = stacked(config, train, self.ops, name="blocks")(x_BTD, None)
         x_BTD = gather_sequence(_make_norm("final_norm", config)(x_BTD))
         if config.loss_chunk is not None:
             return ChunkedLogits(

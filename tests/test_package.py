@@ -148,7 +148,7 @@ def test_programs_of_jax_are_read_in_one_package():
                 found.add(path)
     others = {path for path in found if not path.startswith("shardtrain/jaxpr/")}
     # they make primitives of their own
-    assert others == {"models/kernel_product.py", "shardtrain/plan/device_calls.py"}
+    assert others == {"models/ops/kernel_product.py", "shardtrain/plan/device_calls.py"}
 
 
 @pytest.mark.parametrize("package", ["shardtrain", "shardtrain.data"])

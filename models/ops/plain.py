@@ -11,7 +11,7 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations of a model that depend on its mesh and devices; the defaults are plain jax on any device.
+    """The operations of a model that depend on its mesh and devices; the defaults are plain jax.
 
     A module keeps them as the attribute `ops`, so they are part of its structure: a traced function is traced
     again for other operations. Subclasses are the forms that XLA compiles well for some devices.
@@ -23,8 +23,8 @@ class Ops:
         tokens. None computes all experts here.
       matmul: products that exchange parts of a sequence, see `functional.collective_matmul`. None computes
         whole products.
-      devices: the devices of this process that will run the program, for the choice of an attention. None means
-        that they are unknown.
+      devices: the devices of this process that will run the program, for the choice of an attention. None
+        means that they are unknown.
       replace_attention: (name, attend) -> what is traced in place of an entry of `ATTENTIONS`, in a plan.
         None replaces nothing.
       note: receives a line about the attention that is chosen. None disables it.

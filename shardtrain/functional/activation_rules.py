@@ -142,7 +142,9 @@ def activation_rules(
     any_mesh: bool = False,
     **ops: Any,
 ) -> Iterator[None]:
-    """Within this context, `nn.with_logical_constraint` follows these rules, and models get a run's operations.
+    """Within this context, `nn.with_logical_constraint` follows these rules strictly.
+
+    Models that are called here compute with the operations of a run (`run_trace.py`).
 
     Args:
       rules: dim -> axes for activations.

@@ -31,6 +31,7 @@ from shardtrain.functional.module_factory import construct
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.split_module import fill_values, set_mode, split_module, split_variables
+from shardtrain.models.ops import find_ops, set_ops
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import quick_options
@@ -155,12 +156,13 @@ def _assemble(model: Any, params: Tree, model_state: Tree, values: Values, seed:
             return split_variables(construct(model, nnx.Rngs(seed)))[2]
 
     # jit removes the unused initial parameters: only the keys of dropout are computed
-    return nnx.merge(
+    module = nnx.merge(
         split.graphs[None],
         fill_values(split.params, _fill("params", params, values)),
         jax.jit(rngs)(),
         fill_values(split.model_state, _fill("model_state", model_state, values)),
     )
+    return set_ops(module, find_ops())
 
 
 def _fill(kind: str, tree: Tree, values: Values) -> Tree:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional import ring_attention
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
+from shardtrain.functional.run_trace import find_model_ops
 from shardtrain.models.attention import attend, attend_whole, score_blocks
 from shardtrain.models.attention.score_blocks import VisibleKeys
 from shardtrain.sharding.layout import Layout
@@ -48,7 +49,8 @@ def on_mesh(kind, mesh, inputs, activations: Any = None, **options):
 
     def compute(*inputs):
         with activation_rules(layout.activation_rules, devices, *layout.tracing):
-            return computed(lambda q, k, v, **more: attend(q, k, v, "xla", **more), inputs, **options)
+            attention = partial(attend, find_model_ops(), kind="xla")
+            return computed(attention, inputs, **options)
 
     return jax.jit(compute, in_shardings=NamedSharding(devices, PartitionSpec()))(*inputs)
 
@@ -270,7 +272,8 @@ def test_a_window_may_be_computed(kind):
     layout = Layout(mesh={"context": 2}, context_attention=kind)
     mesh = make_mesh(layout, jax.devices()[:2])
     with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-        compute = partial(computed, partial(blocks, attention=partial(attend, kind="xla")))
+        attention = partial(attend, find_model_ops(), kind="xla")
+        compute = partial(computed, partial(blocks, attention=attention))
         found = jax.jit(compute, in_shardings=NamedSharding(mesh, PartitionSpec()))(inputs)
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -290,7 +293,8 @@ def test_a_ring_sends_as_far_as_a_window_needs(window, num_sent, stages):
     layout = Layout(mesh={"context": 4, "pipeline": stages})
     mesh = make_mesh(layout, jax.devices()[: 4 * stages])
     with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-        text = str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla", window=window))(*inputs))
+        attention = partial(attend, find_model_ops(), kind="xla", window=window)
+        text = str(jax.make_jaxpr(attention)(*inputs))
     found = text.count("ppermute["), text.count("all_gather[")
     by_pairs = num_sent if window == 14 else 2 * num_sent
     assert found == ((num_sent, 0) if stages == 1 else (0, by_pairs))
@@ -300,5 +304,5 @@ def test_sequences_that_a_layout_leaves_whole_are_not_split():
     layout = Layout(mesh={"context": 2}, activations={"seq": [], "residual_seq": []})  # type: ignore[arg-type]
     inputs, _ = arrays(5, 5)
     with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing):
-        text = str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla"))(*inputs))
+        text = str(jax.make_jaxpr(lambda q, k, v: attend(find_model_ops(), q, k, v, "xla"))(*inputs))
     assert "ppermute" not in text

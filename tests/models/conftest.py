@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from shardtrain.functional.run_trace import give_ops
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pure:
@@ -31,7 +33,7 @@ def _pure(config):
         filled = [
             (path, v.replace(functools.reduce(lambda tree, key: tree[key], path, params))) for path, v in flat
         ]
-        return nnx.merge(graph, nnx.from_flat_state(filled), rest)(*inputs)
+        return give_ops(nnx.merge(graph, nnx.from_flat_state(filled), rest))(*inputs)
 
     def draw(path, shape):
         """Far from the symmetric initial values: biases are not 0, scales not 1, logits spread."""

@@ -21,6 +21,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.attention import ATTENTIONS, Attention, ScoreOptions, attend, attend_whole, blockwise
 from shardtrain.models.attention.cudnn import has_flash
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.ops import PLAIN, Ops
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -89,7 +90,7 @@ def test_results_and_gradients_are_those_of_the_definition(name, case, monkeypat
         return differentiate(partial(attend_whole, name, **fixed, **traced), inputs)
 
     asked = ScoreOptions(**fixed, **jax.tree.map(jnp.asarray, traced))
-    obstacles = ATTENTIONS[name].find_obstacles(inputs[0], inputs[1], asked, jax.local_devices())
+    obstacles = ATTENTIONS[name].find_obstacles(inputs[0], inputs[1], asked, ())
     # the mask of a cache is for xla, whatever a model was trained with
     if obstacles and case != "mask of each query":
         with pytest.raises(ValueError, match=re.escape("; ".join(obstacles)) + ". Use 'auto'"):
@@ -148,8 +149,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("device", "options", "expected"), CHOICES, ids=str)
 def test_auto_takes_what_device_dtype_and_length_allow(monkeypatch, device, options, expected):
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    options = {"seq": 8, "head_dim": 64, "dtype": jnp.bfloat16, **options}
+    ops, options = Ops(devices=(device,)), {"seq": 8, "head_dim": 64, "dtype": jnp.bfloat16, **options}
     seq, head_dim, dtype = (options.pop(name) for name in ("seq", "head_dim", "dtype"))
     shapes = {"segments_BT": (1, seq), "bias_BHTS": (1, 1, seq, seq), "mask_BS": (1, seq, seq)}
     options |= {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items() if name in options}
@@ -157,13 +157,13 @@ def test_auto_takes_what_device_dtype_and_length_allow(monkeypatch, device, opti
     for name, each in ATTENTIONS.items():
         take = partial(lambda name, q, *_: (chosen.append(name), q)[1], name)
         monkeypatch.setitem(ATTENTIONS, name, each._replace(attend=take))
-    jax.eval_shape(lambda x: attend(x, x, x, "auto", **options), x)
+    jax.eval_shape(lambda x: attend(ops, x, x, x, "auto", **options), x)
     if expected in ATTENTIONS:
         assert chosen == [expected]
         return
     assert chosen == ["xla"]
     with pytest.raises(ValueError) as error:
-        jax.eval_shape(lambda x: attend(x, x, x, "cudnn", **options), x)
+        jax.eval_shape(lambda x: attend(ops, x, x, x, "cudnn", **options), x)
     assert str(error.value) == (
         f"attention 'cudnn' cannot be computed here: cudnn needs {expected}. Use 'auto'; a run that"
         " resumes also needs --allow.changed model.attention"
@@ -171,7 +171,6 @@ def test_auto_takes_what_device_dtype_and_length_allow(monkeypatch, device, opti
 
 
 def test_cudnn_is_given_its_window(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [H100])
     windows = []
 
     # as jax traces it only where such a device is
@@ -182,7 +181,7 @@ def test_cudnn_is_given_its_window(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     x = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
     for name, window in (("auto", 3), ("cudnn", None)):
-        attend(x, x, x, name, window=window)
+        attend(Ops(devices=(H100,)), x, x, x, name, window=window)
     assert windows == [("cudnn", (2, 0), True), ("cudnn", None, True)]
 
 
@@ -194,16 +193,16 @@ def test_cudnn_runs_where_every_gpu_has_it():
 def test_what_no_attention_computes_is_refused():
     x, keys = jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match="use causal=True or window=None"):
-        attend(x, x, x, "auto", causal=False, window=2)
+        attend(PLAIN, x, x, x, "auto", causal=False, window=2)
     with pytest.raises(ValueError, match="3 heads of queries cannot share 2 heads of keys"):
-        attend(x, keys, keys, "blockwise")
+        attend(PLAIN, x, keys, keys, "blockwise")
 
 
 def test_an_unknown_attention_is_refused_with_those_that_exist():
     x = jnp.zeros((1, 4, 1, 8))
     expected = "attention is 'xl'; allowed are 'auto', 'cudnn', 'xla', 'blockwise'. Use attention='xla'."
     with pytest.raises(ValueError, match=expected):
-        attend(x, x, x, "xl")
+        attend(PLAIN, x, x, x, "xl")
     with pytest.raises(ValueError, match=expected):
         DecoderConfig(vocab=8, seq=8, embed=8, num_layers=1, num_heads=1, attention="xl")
 

@@ -10,7 +10,8 @@ from tiny_language_model import TinyConfig
 import shardtrain as st
 from shardtrain.cli import inspect
 from shardtrain.functional.activation_rules import activation_rules, noting
-from shardtrain.models import attention
+from shardtrain.functional.run_trace import find_model_ops
+from shardtrain.models import ops
 from shardtrain.models.attention import attend
 from shardtrain.plan.compile import Figures
 from shardtrain.sharding.layout import Layout
@@ -28,7 +29,7 @@ def noted(kind: str = "auto", dtype=jnp.float32, head_dim=8):
 
     def function(x):
         with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:1]), *layout.tracing):
-            return attend(x, x, x, kind) + attend(x, x, x, kind)
+            return attend(find_model_ops(), x, x, x, kind) + attend(find_model_ops(), x, x, x, kind)
 
     with noting(lines.append):
         jax.eval_shape(function, x)
@@ -47,7 +48,7 @@ def test_each_line_comes_once():
 
 
 def test_flash_attention_is_named_with_its_device(monkeypatch):
-    monkeypatch.setattr(attention, "target_devices", lambda: [H100])
+    monkeypatch.setattr(ops, "find_devices", lambda: [H100])
     # jax traces cuDNN's attention only where such a device is
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
     expected = "attention: cudnn, by auto: bfloat16 on NVIDIA H100 (9.0)"
@@ -62,7 +63,7 @@ def test_attention_over_an_axis_is_named(kind):
         noting(lines.append),
         activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:4]), *layout.tracing),
     ):
-        jax.eval_shape(lambda x: attend(x, x, x, "auto"), x)
+        jax.eval_shape(lambda x: attend(find_model_ops(), x, x, x, "auto"), x)
     assert lines == [
         f"attention: {kind} over context=4, in plain jax: it has no kernel for any device",
     ]
@@ -72,7 +73,8 @@ def test_inspect_prints_the_lines_of_the_compiled_step(monkeypatch):
     def compiled(run, kind, sizes):
         layout = Layout(mesh={"data": 1})
         with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:1])):
-            jax.eval_shape(lambda x: attend(x, x, x, "xla"), jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32))
+            x = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)
+            jax.eval_shape(lambda x: attend(find_model_ops(), x, x, x, "xla"), x)
         return Figures(argument_bytes=1, output_bytes=0, alias_bytes=0, temp_bytes=3, collectives=())
 
     monkeypatch.setattr(planned, "compile_figures", compiled)

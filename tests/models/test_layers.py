@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardtrain.models.device_forms import target_devices
 from shardtrain.models.layers import Linear, Norm
+from shardtrain.models.ops import find_devices
 from shardtrain.models.rotary import compute_frequencies, rotate
 from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
@@ -51,9 +51,9 @@ def test_the_devices_are_those_of_the_mesh_that_is_compiled_for(monkeypatch):
     mesh = Mesh(np.array(jax.devices()), ("data",)).abstract_mesh
     cpus = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: [H100, V100, *cpus])
-    assert target_devices() == [H100, V100, *cpus]
+    assert find_devices() == [H100, V100, *cpus]
     with jax.sharding.use_abstract_mesh(mesh):
-        assert target_devices() == cpus
+        assert find_devices() == cpus
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])

@@ -9,13 +9,11 @@ import pytest
 from flax import nnx
 
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.models import device_forms
-from shardtrain.models.block_stack import MOST_UNROLLED_GPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.layers import Norm, lookup
 from shardtrain.models.lora import Lora
-from shardtrain.models.transformer import tanh_gelu
+from shardtrain.models.ops import GpuOps, OneGpuOps, Ops, set_ops
 from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -26,19 +24,12 @@ LLAMA = DecoderConfig(
     **{**SIZES, "num_heads": 4}, num_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu",
     bias=False, qk_norm=True,
 )  # fmt: skip
+ONE_GPU, GPUS = OneGpuOps(), GpuOps()
 TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """What is traced here is traced as for a GPU."""
-    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
-    monkeypatch.setattr(device_forms, "target_devices", list)
-    return monkeypatch
-
-
-def loss_of(config, inputs=TOKENS, *, one_device=True):
-    """A loss of a model under the rules of one device or of two, and its parameters."""
+def loss_of(config, inputs=TOKENS, *, ops=ONE_GPU):
+    """A loss of a model with these operations, under rules of one device or of two, and its parameters."""
     graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
 
     # parameters that are not 0 and 1, so that biases and gains matter
@@ -47,19 +38,18 @@ def loss_of(config, inputs=TOKENS, *, one_device=True):
         return jnp.asarray(mean + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype)
 
     params = jax.tree.map_with_path(value, params)
-    layout = Layout() if one_device else Layout(mesh={"data": 2})
-    mesh = make_mesh(layout, jax.devices()[: 1 if one_device else 2])
+    layout = Layout() if ops == ONE_GPU else Layout(mesh={"data": 2})
+    mesh = make_mesh(layout, jax.devices()[: 1 if ops == ONE_GPU else 2])
 
     def loss(params):
         with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            return jnp.square(nnx.merge(graph, params)(inputs)).sum()
+            return jnp.square(set_ops(nnx.merge(graph, params), ops)(inputs)).sum()
 
     return loss, params
 
 
 def program(loss, params):
-    # a new function each time: jax keeps traces by function
-    return str(jax.make_jaxpr(jax.grad(lambda params: loss(params)))(params))
+    return str(jax.make_jaxpr(jax.grad(loss))(params))
 
 
 IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.float32)
@@ -81,12 +71,10 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.flo
     ],
     ids=["gpt", "llama", "outputs", "lora", "encoder", "vit"],
 )
-def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs, monkeypatch):
-    monkeypatch.setattr(device_forms, "target_devices", list)
-    loss, params = loss_of(config, inputs)
+def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs):
+    loss, params = loss_of(config, inputs, ops=Ops())
     plain = jax.jit(jax.value_and_grad(loss))(params)
     assert "layout_constraint" not in program(loss, params)
-    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
     loss, params = loss_of(config, inputs)
     found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, plain)
@@ -95,29 +83,31 @@ def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs, monkeypa
     np.testing.assert_allclose(along, sum(jax.tree.leaves(products)), rtol=1e-4)
 
 
-def test_the_residual_stream_keeps_its_layout_and_blocks_of_one_gpu_are_plain_code(gpu):
+def test_the_residual_stream_keeps_its_layout_and_blocks_of_one_gpu_are_plain_code():
     text = program(*loss_of(GPT))
     # of the stream, and of its gradient
     assert text.count("layout_constraint") == 2
     assert "unroll=2" in text
-    assert "unroll=1" in program(*loss_of(DecoderConfig(**{**SIZES, "num_layers": MOST_UNROLLED_GPU + 1})))
-    assert "unroll=1" in program(*loss_of(GPT, one_device=False))
+    assert "unroll=1" in program(
+        *loss_of(DecoderConfig(**{**SIZES, "num_layers": ONE_GPU.most_unrolled + 1}))
+    )
+    assert "unroll=1" in program(*loss_of(GPT, ops=GPUS))
 
 
-def test_queries_keys_and_values_of_one_gpu_are_joined_in_blocks(gpu):
+def test_queries_keys_and_values_of_one_gpu_are_joined_in_blocks():
     # all heads of 4 queries, 2 keys and 2 values of 2 features; else groups of 2 queries, a key and a value
     assert "8,1,8,2]" in program(*loss_of(LLAMA))
-    assert "8,2,4,2]" in program(*loss_of(LLAMA, one_device=False))
+    assert "8,2,4,2]" in program(*loss_of(LLAMA, ops=GPUS))
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "rmsnorm_plus_one"])
-def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind, gpu):
+def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind):
     norm = Norm(kind, 8, eps=1e-5, bias=True, dtype="bfloat16")
     x = (1000 + 100 * jax.random.normal(jax.random.key(0), (3, 8))).astype(jnp.bfloat16)
     weights = jnp.sin(jnp.arange(24.0)).reshape(3, 8)
 
-    def gradient(x):
-        # a new function each time: jax keeps traces by function
+    def gradient(x, ops=GPUS):
+        set_ops(norm, ops)
         found = jax.grad(lambda x: (norm(x).astype(jnp.float32) * weights).sum())
         return found(x).astype(jnp.float32), str(jax.make_jaxpr(found)(x)).count("optimization_barrier")
 
@@ -125,13 +115,13 @@ def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind, gpu):
     assert num_barriers > 0
     # in float32 the derivative is that of the plain form, in which no digit is lost
     assert gradient(x.astype(jnp.float32))[1] == 0
-    gpu.undo()
-    plain, num_barriers = gradient(x)
+    plain, num_barriers = gradient(x, Ops())
     assert num_barriers == 0
     np.testing.assert_allclose(found, plain, rtol=2**-7, atol=1e-5)
 
 
-def test_gelu_in_16_bits_is_the_tanh_approximation_rounded_once(gpu):
+def test_gelu_in_16_bits_is_the_tanh_approximation_rounded_once():
+    tanh_gelu = GPUS.tanh_gelu
     x = jnp.linspace(-8, 8, 999).astype(jnp.bfloat16)
     exact = jax.nn.gelu(x.astype(jnp.float32), approximate=True)
     np.testing.assert_allclose(tanh_gelu(x).astype(jnp.float32), exact, rtol=2**-8, atol=2e-5)
@@ -151,26 +141,22 @@ def test_a_row_that_is_looked_up_often_gets_its_whole_gradient():
 
 def stacked_elements(loss, params):
     """The elements that the scan over blocks stores for its backward pass."""
-    jaxpr = jax.make_jaxpr(jax.grad(lambda params: loss(params)))(params).jaxpr
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     forward = next(each for each in jaxpr.eqns if each.primitive.name == "scan")
     return sum(v.aval.size for v in forward.outvars if v.aval.shape[:1] == (GPT.num_layers,))
 
 
-def test_one_gpu_stores_what_norms_and_activations_read_alone(monkeypatch):
-    monkeypatch.setattr(device_forms, "target_devices", list)
+def test_one_gpu_stores_what_norms_and_activations_read_alone():
     config = DecoderConfig(**{**SIZES, "remat": "none"})
-    stored = stacked_elements(*loss_of(config))
-    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
+    stored = stacked_elements(*loss_of(config, ops=Ops()))
     assert stacked_elements(*loss_of(config)) < 0.8 * stored
 
 
-def test_a_scan_on_several_gpus_stores_products_and_no_elementwise_results(monkeypatch):
-    monkeypatch.setattr(device_forms, "target_devices", list)
-    loss, params = loss_of(GPT, one_device=False)
+def test_a_scan_on_several_gpus_stores_products_and_no_elementwise_results():
+    loss, params = loss_of(GPT, ops=Ops())
     plain = jax.jit(jax.value_and_grad(loss))(params)
     stored = stacked_elements(loss, params)
-    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
-    loss, _ = loss_of(GPT, one_device=False)
+    loss, _ = loss_of(GPT, ops=GPUS)
     assert stacked_elements(loss, params) < 0.6 * stored
     found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, plain)

@@ -1,7 +1,6 @@
 """The forms of a model for one CPU: the same loss and gradients, and the program that XLA compiles well."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ from flax import nnx
 
 import shardtrain as st
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.models import device_forms
-from shardtrain.models.block_stack import MOST_UNROLLED_CPU
+from shardtrain.functional.run_trace import find_model_ops
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.kernel_product import kernel_product
+from shardtrain.models.ops import GpuOps, Ops, set_ops
+from shardtrain.models.ops.cpus import OneCpuOps
+from shardtrain.models.ops.kernel_product import kernel_product
 from shardtrain.models.transformer import exact_gelu
 from shardtrain.plan.compile import compile_step
 from shardtrain.sharding.layout import Layout
@@ -26,7 +26,7 @@ CONFIG = DecoderConfig(vocab=16, seq=6, embed=8, num_layers=3, num_heads=2, acti
 TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 
 
-def loss_of(config):
+def loss_of(config, ops=None):
     """A loss of a model under the rules of one device, and its parameters."""
     graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
 
@@ -40,7 +40,8 @@ def loss_of(config):
 
     def loss(params):
         with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            return jnp.square(nnx.merge(graph, params)(TOKENS)).sum()
+            model = nnx.merge(graph, params)
+            return jnp.square(set_ops(model, find_model_ops() if ops is None else ops)(TOKENS)).sum()
 
     return loss, params
 
@@ -50,11 +51,9 @@ def loss_of(config):
     [{}, pytest.param({"scan": False}, marks=pytest.mark.full), {"scan": False, "remat": "full"}],
     ids=["scanned", "unrolled", "full"],
 )
-def test_loss_and_gradients_are_those_of_the_plain_form(options, monkeypatch):
-    loss, params = loss_of(CONFIG)
-    monkeypatch.setattr(device_forms, "target_devices", list)
+def test_loss_and_gradients_are_those_of_the_plain_form(options):
+    loss, params = loss_of(CONFIG, Ops())
     plain = jax.jit(jax.value_and_grad(loss))(params)
-    monkeypatch.undo()
     loss, _ = loss_of(DecoderConfig(**{**vars(CONFIG), **options}))
     found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, plain)
@@ -71,29 +70,22 @@ def test_models_have_derivatives_forward_and_of_many():
     np.testing.assert_allclose(several, loss(params), rtol=1e-5)
 
 
-def test_the_form_is_for_one_cpu_alone(monkeypatch):
+def test_the_form_is_for_one_cpu_alone():
     loss, params = loss_of(CONFIG)
-
-    def text():
-        # a new function each time: jax keeps traces by function
-        return str(jax.make_jaxpr(jax.grad(lambda params: loss(params)))(params))
-
-    here = text()
+    here = str(jax.make_jaxpr(jax.grad(loss))(params))
     # two barriers of a block forward, two of the gradient
     assert here.count("optimization_barrier") >= 4
     assert "unroll=3" in here
-    monkeypatch.setattr(device_forms, "target_devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100")])
-    elsewhere = text()
+    elsewhere = str(jax.make_jaxpr(jax.grad(loss_of(CONFIG, GpuOps())[0]))(params))
     assert "optimization_barrier" not in elsewhere
     assert "unroll=1" in elsewhere
-    monkeypatch.undo()
-    # without the rules of a run: for any of the simulated devices
+    # outside of a run: for any of the simulated devices
     graph, _ = nnx.split(CONFIG(nnx.Rngs(0)), nnx.Param)
     assert "optimization_barrier" not in str(jax.make_jaxpr(lambda p: nnx.merge(graph, p)(TOKENS))(params))
 
 
 def test_many_blocks_stay_a_loop_and_what_is_recomputed_too():
-    many, params = loss_of(DecoderConfig(**{**vars(CONFIG), "num_layers": MOST_UNROLLED_CPU + 1}))
+    many, params = loss_of(DecoderConfig(**{**vars(CONFIG), "num_layers": OneCpuOps.most_unrolled + 1}))
     assert "unroll=1" in str(jax.make_jaxpr(many)(params))
     full, params = loss_of(DecoderConfig(**{**vars(CONFIG), "remat": "full"}))
     assert "unroll=1" in str(jax.make_jaxpr(full)(params))
