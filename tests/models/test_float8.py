@@ -17,6 +17,7 @@ from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.experts_options import Experts
 from shardtrain.models.float8 import LARGEST, multiply, round_values
+from shardtrain.models.ops import PLAIN
 
 RANDOM = np.random.default_rng(0)
 X_BTD: Any = RANDOM.standard_normal((2, 6, 16)).astype(np.float32)
@@ -37,7 +38,7 @@ def by_hand(x, axes):
 
 
 def test_products_and_the_gradient_of_the_input_are_those_of_rounded_operands():
-    y, pull = jax.vjp(lambda x, kernel: multiply(x, kernel, DIMS, 1, "float8"), X_BTD, KERNEL)
+    y, pull = jax.vjp(lambda x, kernel: multiply(PLAIN, x, kernel, DIMS, 1, "float8"), X_BTD, KERNEL)
     dx, dkernel = pull(DY)
     x, kernel, dy = by_hand(X_BTD, -1), by_hand(KERNEL, (0, 1, 2)), by_hand(DY, (-2, -1))
     np.testing.assert_allclose(y, np.tensordot(x, kernel, 1), rtol=1e-5, atol=1e-5)
@@ -51,19 +52,21 @@ def test_products_and_the_gradient_of_the_input_are_those_of_rounded_operands():
 
 def test_several_dims_go_in():
     x, kernel = X_BTD.reshape(2, 6, 4, 4), KERNEL.reshape(4, 4, 15)
-    one = multiply(X_BTD, KERNEL.reshape(16, 15), (None, None), 1, "float8")
-    np.testing.assert_array_equal(multiply(x, kernel, DIMS, 2, "float8"), one)
+    one = multiply(PLAIN, X_BTD, KERNEL.reshape(16, 15), (None, None), 1, "float8")
+    np.testing.assert_array_equal(multiply(PLAIN, x, kernel, DIMS, 2, "float8"), one)
 
 
 def test_a_row_is_the_same_whatever_stands_beside_it():
     beside = np.concatenate([X_BTD, 1e4 * X_BTD])
-    alone, together = (jax.jit(lambda x: multiply(x, KERNEL, DIMS, 1, "float8"))(x) for x in (X_BTD, beside))
+    alone, together = (
+        jax.jit(lambda x: multiply(PLAIN, x, KERNEL, DIMS, 1, "float8"))(x) for x in (X_BTD, beside)
+    )
     np.testing.assert_allclose(together[:2], alone, rtol=1e-6)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_shows():
     x: Any = np.stack([np.zeros(16), np.full(16, np.inf), np.full(16, np.nan)]).astype(np.float32)[None]
-    y = np.asarray(multiply(x, KERNEL, DIMS, 1, "float8"))
+    y = np.asarray(multiply(PLAIN, x, KERNEL, DIMS, 1, "float8"))
     assert not y[0, 0].any()
     assert np.isnan(y[0, 1:]).all()
 

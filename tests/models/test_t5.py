@@ -20,6 +20,7 @@ from shardtrain.cli.run_file import load_run
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import translation_loss
 from shardtrain.functional.rng import step_key
+from shardtrain.functional.run_trace import give_ops
 from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
@@ -252,7 +253,7 @@ def test_rings_over_a_mesh_axis_are_refused(kind):
     rules = activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing)
     text = f"attention by {kind} over context=2 has no relative positions; use --context-attention all-to-all"
     with rules, pytest.raises(ValueError, match=text):
-        jax.eval_shape(lambda: LAW(nnx.Rngs(0))(tokens, tokens))
+        jax.eval_shape(lambda: give_ops(LAW(nnx.Rngs(0)))(tokens, tokens))
 
 
 @pytest.mark.full
