@@ -124,15 +124,14 @@ def attend_whole(
     if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
         # the cache of a model that may be trained with another attention
         kind = "xla"
-    name = _choose(ops, kind, q_BTHK, k_BSHK, asked)
+    name, dtype = _choose(ops, kind, q_BTHK, k_BSHK, asked), q_BTHK.dtype
     attention = ATTENTIONS[name].attend
     if ops.replace_attention is not None:
         attention = ops.replace_attention(name, attention)
-    arrays = q_BTHK, k_BSHK, v_BSHK
     # XLA has no product of float16 for CPUs that it adds up in float32
     if q_BTHK.dtype == jnp.float16 and (ops.devices is None or _has_cpu(ops.devices)):
-        arrays = [x.astype(jnp.float32) for x in arrays]
-    return attention(*arrays, asked).astype(q_BTHK.dtype)
+        q_BTHK, k_BSHK, v_BSHK = (x.astype(jnp.float32) for x in (q_BTHK, k_BSHK, v_BSHK))
+    return attention(q_BTHK, k_BSHK, v_BSHK, asked).astype(dtype)
 
 
 def _has_cpu(devices: Iterable[Any]) -> bool:

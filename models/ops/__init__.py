@@ -1,7 +1,7 @@
 """The operations of models (`Ops`), and those for the devices of a program.
 
 A model is given its operations and asks for nothing: `set_ops(model, find_ops())` before a call of one's own,
-a run by `functional/model_ops.py` (docs/decisions/0060).
+a run by `functional/model_ops.py` (docs/decisions/0061).
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """What a model computes with: plain jax, and what a run replaces. Next: `cpus.py` and `gpus.py`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,7 @@ class WithOps(nnx.Module):
 
 def set_ops(module: Any, ops: Ops) -> Any:
     """Return an nnx module after all modules in it that compute with `Ops` are given these."""
-    modules: Iterable[tuple[Any, Any]] = nnx.iter_modules(module)
-    for _, each in modules:
-        if isinstance(getattr(each, "ops", None), Ops):
+    for _, each in nnx.iter_modules(module):
+        if isinstance(each, WithOps):
             each.ops = ops
     return module

@@ -1,7 +1,7 @@
 """Multiply activations with kernels while the parts of a sequence that tensor shards are exchanged.
 
 A device multiplies the part that it has while it receives the next one. This replaces an all-gather before
-the product, or a reduce-scatter after it. A run hands it to models with the rules of their constraints
+the product, or a reduce-scatter after it. A run gives it to models among their operations
 (docs/decisions/0058); outside a run models compute plain products. Next: `ring.py`, `activation_rules.py`.
 
 References:

@@ -1,6 +1,6 @@
 """Attention over sequences that are sharded over the mesh axis context, for models that know no mesh.
 
-A run hands it to the models' attention with the rules of their constraints (docs/decisions/0035); outside a
+A run gives it to models among their operations (docs/decisions/0035); outside a
 run, and with context=1, a model computes its attention itself. Next: `ring_attention.py`.
 """
 

@@ -1,6 +1,6 @@
 """Compute experts over a mesh: send tokens to the devices of their experts, and the outputs back.
 
-A run hands it to the models' mixtures of experts with the rules of their constraints (docs/decisions/0040);
+A run gives it to the models' mixtures of experts among their operations (docs/decisions/0040);
 outside a run a model computes its experts itself. Next: `activation_rules.py`.
 """
 

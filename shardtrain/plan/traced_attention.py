@@ -1,6 +1,6 @@
 """Replace the attention of models, while they are traced, by calls that devices compute.
 
-Models ask Flax's rules for their attention (`models/attention`). Next: `device_calls.py`, the costs.
+A plan gives it to models among their operations (`models/ops`). Next: `device_calls.py`, the costs.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Replace the exchange of mixtures of experts, while they are traced, by calls that move tokens.
 
-A model asks Flax's rules for the exchange (`models/experts.py`), which a run does by
+A plan gives it to models among their operations (`models/ops`); a run exchanges tokens by
 `functional/expert_exchange.py`. The products of experts are traced. Next: `device_calls.py`.
 """
 

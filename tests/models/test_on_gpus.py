@@ -28,7 +28,7 @@ ONE_GPU, GPUS = OneGpuOps(), GpuOps()
 TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 
 
-def loss_of(config, inputs=TOKENS, *, ops=ONE_GPU):
+def loss_of(config, inputs=TOKENS, *, ops: Ops = ONE_GPU):
     """A loss of a model with these operations, under rules of one device or of two, and its parameters."""
     graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
 
@@ -106,7 +106,7 @@ def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind):
     x = (1000 + 100 * jax.random.normal(jax.random.key(0), (3, 8))).astype(jnp.bfloat16)
     weights = jnp.sin(jnp.arange(24.0)).reshape(3, 8)
 
-    def gradient(x, ops=GPUS):
+    def gradient(x, ops: Ops = GPUS):
         set_ops(norm, ops)
         found = jax.grad(lambda x: (norm(x).astype(jnp.float32) * weights).sum())
         return found(x).astype(jnp.float32), str(jax.make_jaxpr(found)(x)).count("optimization_barrier")
