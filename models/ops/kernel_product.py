@@ -2,7 +2,7 @@
 
 The transpose of jax's own product computes the gradient of the kernel as (g^T x)^T, which XLA turns into a
 product that its library does not support. Here a custom transposition rule computes x^T g. Unlike with
-`jax.custom_vjp`, models keep forward-mode derivatives. Next: `device_forms.py`, which uses it.
+`jax.custom_vjp`, models keep forward-mode derivatives. Next: `cpus.py`, which uses it.
 """
 
 from typing import Any

@@ -174,7 +174,7 @@ def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | s
     """Return compiler options for a program with gradients, including `mesh_options`; None for the default.
 
     XLA for CPUs drops `optimization_barrier` before it fuses loops, so that it ignores which values a model
-    computes once (`models/device_forms.py`) or recomputes (`jax.checkpoint`). These options keep the
+    computes once (`models/ops/cpus.py`) or recomputes (`jax.checkpoint`). These options keep the
     barriers.
 
     Args:
