@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
+from flax import nnx
 
-from shardtrain.models.ops import Ops, find_ops, set_ops
+from shardtrain.models.ops import Ops, WithOps, find_ops, set_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ def find_model_ops() -> Ops:
 
 def give_ops(module: Any) -> Any:
     """Return a module of this project's models with the operations of the current trace; others unchanged."""
-    if not isinstance(module, nn.Module):
-        return set_ops(module, find_model_ops())
-    return module.clone(ops=find_model_ops()) if isinstance(getattr(module, "ops", None), Ops) else module
+    if isinstance(module, nn.Module):
+        has_ops = isinstance(getattr(module, "ops", None), Ops)
+        return module.clone(ops=find_model_ops()) if has_ops else module
+    # the search for devices would start jax for models that do not ask
+    has_ops = any(isinstance(each, WithOps) for _, each in nnx.iter_modules(module))
+    return set_ops(module, find_model_ops()) if has_ops else module
