@@ -16,6 +16,7 @@ from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import is_primary
 from shardtrain.checkpoints.retention import FAST_KEPT, Mirror, delete_old
+from shardtrain.system.atomic_write import sync
 
 
 class CheckpointFolders:
@@ -112,7 +113,7 @@ class CheckpointFolders:
     def finish(self, step: int) -> None:
         """Rename the partial folder of a step, complete with its manifest, to its final name."""
         self.partial(step).rename(paths.step_folder(self.target, step, self.part))
-        paths.sync(self.target)
+        sync(self.target)
 
     def leave_fast(self, error: Exception) -> None:
         """Save directly to the run folder from now on, after the fast disk failed."""

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.manifest_entries import File, Manifest, parse_manifest
-from shardtrain.checkpoints.paths import MANIFEST, sync
+from shardtrain.checkpoints.paths import MANIFEST
+from shardtrain.system.atomic_write import sync
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
 

@@ -4,7 +4,6 @@ A folder gets its name `step_00000020`, or `step_00000020.part-1-of-3` of severa
 it is complete. Next: `manifest.py`, which describes a finished folder.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -106,12 +105,3 @@ def delete(folder: Path) -> None:
         delete(partial)
         folder.rename(partial)
     shutil.rmtree(partial)
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

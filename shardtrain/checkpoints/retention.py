@@ -11,6 +11,7 @@ from pathlib import Path
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
+from shardtrain.system.atomic_write import sync
 
 FAST_KEPT = 2
 """Number of checkpoints kept on a fast disk."""
@@ -161,13 +162,13 @@ class Mirror:
         try:
             shutil.copytree(paths.step_folder(self._fast, step, self._part), partial, symlinks=True)
             for path in (*partial.rglob("*"), partial):
-                paths.sync(path)
+                sync(path)
             partial.rename(goal)
         except (OSError, shutil.Error):
             # free the space of an incomplete copy
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        paths.sync(self._shared)
+        sync(self._shared)
 
 
 def _first_reason(error: OSError) -> str:

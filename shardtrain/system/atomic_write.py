@@ -88,6 +88,49 @@ def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
         raise
 
 
+def create_file(path: Path, content: bytes, mode: int = READABLE) -> bool:
+    """Create a file atomically, with all its content, unless it exists: of several processes one succeeds.
+
+    Args:
+      path: the final path; its folder exists.
+      content: of the file.
+      mode: permissions, reduced by the umask.
+
+    Returns:
+      Whether this call created the file. On a network file system False may also mean that it did, and the
+      answer was lost.
+
+    Raises:
+      OSError: the file cannot be written, or the file system has no hard links.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     create_file(Path(folder, "a"), b"1"), create_file(Path(folder, "a"), b"2"), os.listdir(folder)
+    (True, False, ['a'])
+    """
+    part, file = _create_part(path, mode)
+    try:
+        with file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(part, path)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        # the final file is the same inode: a later write to the temporary name would change it
+        part.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def is_full(error: BaseException) -> bool:
     """Return whether a write failed for lack of space or quota, by the system's message in the error."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
