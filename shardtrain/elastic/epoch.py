@@ -1,0 +1,223 @@
+"""Epochs, the membership of an elastic run, and the next epoch from what members report. Values only.
+
+Epoch N is a file of the run folder that is made once, so the folder decides between two proposals. Next:
+`member.py`, which collects reports and proposes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """An island as others reach it.
+
+    Args:
+      name: used once: an island that was excluded joins again under another name.
+      address: where its transport listens.
+      key: its public key.
+      speed: measured slots per unit of time; members get slots in the ratio of their speeds. 0 means that it
+        is not measured yet, and counts as the mean of the others.
+    """
+
+    name: str
+    address: str
+    key: str = ""
+    speed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or self.speed < 0:
+            raise ValueError(f"a member needs a name and a speed of 0 or more, not {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """The members of a run, from a step until the next epoch.
+
+    Args:
+      number: number of the epoch; the first is 1.
+      step: the first step of the epoch; the steps before it are committed.
+      members: oldest first; the first one is the chief.
+      slots: member -> its slots of the first step, in the order in which it sums them. Later steps are
+        dealt by speed alone.
+      why: what changed, for the ledger.
+      repeats: whether the epoch before had begun the first step, which is done again.
+      stops: whether the run ends before the first step.
+      founded: whether the state comes from a checkpoint; then `step` may be lower than before.
+
+    Raises:
+      ValueError: names are not unique, or slots are not each slot of a batch once.
+    """
+
+    number: int
+    step: int
+    members: tuple[Peer, ...]
+    slots: tuple[tuple[int, ...], ...]
+    why: str
+    repeats: bool = False
+    stops: bool = False
+    founded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or self.step < 0 or not self.members:
+            raise ValueError(f"an epoch has a number from 1, a step from 0 and a member, not {self}")
+        if len(set(self.names)) < len(self.members) or len(self.slots) != len(self.members):
+            raise ValueError(f"epoch {self.number} needs members with unique names, each with slots: {self}")
+        if sorted(slot for slots in self.slots for slot in slots) != list(range(self.num_slots)):
+            raise ValueError(f"epoch {self.number} must deal each slot of a batch once, not {self.slots}")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the members, oldest first."""
+        return tuple(member.name for member in self.members)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Number of slots of a batch."""
+        return sum(map(len, self.slots))
+
+    @cached_property
+    def _later_slots(self) -> dict[str, tuple[int, ...]]:
+        return deal(self.num_slots, {member.name: member.speed for member in self.members})
+
+    def slots_of(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Return the slots of each member in a step of this epoch."""
+        first = step == self.step
+        return dict(zip(self.names, self.slots, strict=True)) if first else self._later_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a member says of itself at the end of an epoch; it promises to apply nothing more in it.
+
+    Args:
+      epoch: the epoch that ends.
+      step: number of steps that it has applied.
+      behind: whether it lacks the state of the first step of the epoch.
+      held: whether it holds the whole sum of the next step.
+      begun: whether it has begun to compute the next step.
+      stops: whether it knows that the run ends before the next step.
+      leaves: whether it wants to leave.
+      speed: its measured speed.
+      lost: names it has no connection to.
+      excluded: names that must go, because their numbers differ.
+    """
+
+    epoch: int
+    step: int
+    behind: bool
+    held: bool
+    begun: bool
+    stops: bool
+    leaves: bool
+    speed: int
+    lost: tuple[str, ...]
+    excluded: tuple[str, ...]
+
+
+def deal(
+    num_slots: int, speeds: Mapping[str, int], kept: Mapping[str, tuple[int, ...]] = {}
+) -> dict[str, tuple[int, ...]]:
+    """Deal the slots of a batch in the ratio of speeds, by D'Hondt's method.
+
+    Args:
+      num_slots: number of slots of a batch.
+      speeds: member -> speed, see `Peer`.
+      kept: member -> slots that it has computed already; they stay first.
+
+    >>> deal(8, {"a": 2, "b": 1, "c": 1})
+    {'a': (0, 1, 2, 3), 'b': (4, 5), 'c': (6, 7)}
+    >>> deal(6, {"a": 1, "c": 1}, kept={"a": (0, 1), "b": (2, 3), "c": (4, 5)})
+    {'a': (0, 1, 2), 'c': (4, 5, 3)}
+    """
+    known = [speed for speed in speeds.values() if speed]
+    mean = sum(known) / len(known) if known else 1
+    dealt = {name: list(kept.get(name, ())) for name in speeds}
+    taken = {slot for slots in dealt.values() for slot in slots}
+    free = [slot for slot in range(num_slots) if slot not in taken]
+    counts = {name: len(slots) for name, slots in dealt.items()}
+    for _ in free:
+        counts[min(counts, key=lambda name: (counts[name] + 1) / (speeds[name] or mean))] += 1
+    for name, slots in dealt.items():
+        num_new = counts[name] - len(slots)
+        slots += free[:num_new]
+        free = free[num_new:]
+    return {name: tuple(slots) for name, slots in dealt.items()}
+
+
+def found_epoch(number: int, founder: Peer, step: int, num_slots: int) -> Epoch:
+    """Return the epoch in which one island begins at the state of a checkpoint."""
+    slots = (tuple(range(num_slots)),)
+    return Epoch(number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True)
+
+
+def next_epoch(epoch: Epoch, reports: Mapping[str, Report], joiners: Mapping[str, Peer]) -> Epoch | None:
+    """Return the epoch that follows from the reports of all living members.
+
+    A member applies a step once all members hold its sum. So if one that reports does not hold it, nobody has
+    applied the step or ever will, and the step is repeated; if all hold it, somebody may have applied it, and
+    all do.
+
+    Args:
+      epoch: the epoch that ends.
+      reports: name -> report of each living member.
+      joiners: islands to let in, which have the state.
+
+    Returns:
+      None if no living member has the right state.
+    """
+    # an island that was let in and lost its donor is behind, and joins again
+    whole = {name: reports[name] for name in epoch.names if name in reports}
+    whole = {name: report for name, report in whole.items() if not report.behind}
+    if not whole:
+        return None
+    first, last = (pick(report.step for report in whole.values()) for pick in (min, max))
+    committed = first < last or all(report.held for report in whole.values())
+    step = first + 1 if committed else first
+    excluded = {name for report in reports.values() for name in report.excluded}
+    right = [name for name in _connected(whole) if name not in excluded]
+    if not right:
+        return None
+    stays = [name for name in right if not whole[name].leaves]
+    # if all want to leave, the run ends
+    stops = any(report.stops for report in whole.values()) or not stays
+    stays = stays or right
+    members = [
+        replace(member, speed=whole[member.name].speed) for member in epoch.members if member.name in stays
+    ]
+    lost = {name for report in whole.values() for name in report.lost}
+    new = [] if stops else [peer for name, peer in joiners.items() if name not in lost | excluded]
+    repeats = not stops and any(report.begun and report.step == step for report in whole.values())
+    speeds = {member.name: member.speed for member in [*members, *new]}
+    slots = deal(epoch.num_slots, speeds, epoch.slots_of(step) if repeats else {})
+    return Epoch(
+        number=epoch.number + 1,
+        step=step,
+        members=(*members, *new),
+        slots=tuple(slots.values()),
+        why=_explain(epoch, reports, stays, [peer.name for peer in new], excluded)
+        + ("; stops" if stops else ""),
+        repeats=repeats,
+        stops=stops,
+    )
+
+
+def _connected(reports: Mapping[str, Report]) -> list[str]:
+    """Of two members without a connection keep the older one."""
+    kept: list[str] = []
+    for name, report in reports.items():
+        if not any(name in reports[other].lost or other in report.lost for other in kept):
+            kept.append(name)
+    return kept
+
+
+def _explain(
+    epoch: Epoch, reports: Mapping[str, Report], stays: list[str], new: list[str], excluded: set[str]
+):
+    gone = [name for name in epoch.names if name not in stays]
+    left = [name for name in gone if name in reports and reports[name].leaves]
+    wrong = [name for name in gone if name in excluded]
+    words = {"joined": new, "left": left, "excluded": wrong}
+    words["lost"] = [name for name in gone if name not in left + wrong]
+    return "; ".join(f"{word} {', '.join(names)}" for word, names in words.items() if names) or "dealt anew"

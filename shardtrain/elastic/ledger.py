@@ -1,0 +1,61 @@
+"""The account of samples: who computed which slots of each step, derived from the epochs alone.
+
+A step belongs to the newest epoch that begins at it or before it, because an epoch begins at the first step
+that the epoch before did not commit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.elastic.epoch import Epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine:
+    """A committed step.
+
+    Args:
+      step: number of the step.
+      epoch: epoch of its sum.
+      slots: member -> its slots, in the order in which it summed them.
+      repeats: the epoch that had begun the step; None if it was not repeated.
+      why: what changed with the epoch.
+    """
+
+    step: int
+    epoch: int
+    slots: dict[str, tuple[int, ...]]
+    repeats: int | None
+    why: str
+
+
+def list_ledger(epochs: Sequence[Epoch], num_steps: int) -> list[LedgerLine]:
+    """Return the lines of the first steps.
+
+    Args:
+      epochs: all epochs of a run, in order.
+      num_steps: number of steps that are committed.
+
+    Raises:
+      ValueError: an epoch is missing, or the first begins later than a step.
+    """
+    if [epoch.number for epoch in epochs] != list(range(1, len(epochs) + 1)):
+        raise ValueError(f"a ledger needs all epochs from 1, not {[epoch.number for epoch in epochs]}")
+    lines = []
+    for step in range(epochs[0].step, num_steps):
+        epoch = next(epoch for epoch in reversed(epochs) if epoch.step <= step)
+        repeats = epoch.number - 1 if epoch.repeats and step == epoch.step else None
+        slots = epoch.slots_of(step)
+        lines.append(LedgerLine(step=step, epoch=epoch.number, slots=slots, repeats=repeats, why=epoch.why))
+    return lines
+
+
+def is_valid_checkpoint(epochs: Sequence[Epoch], step: int, number: int) -> bool:
+    """Return whether a checkpoint is of the run as it went on, and not of a chief that was left behind.
+
+    Args:
+      epochs: all epochs of a run, in order.
+      step: number of steps applied in the checkpoint.
+      number: the epoch in its name.
+    """
+    return epochs[number - 1].step <= step <= min([epoch.step for epoch in epochs[number:]], default=step)

@@ -1,0 +1,108 @@
+"""The next epoch from reports, the slots of its members, and the ledger that follows from epochs."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardtrain.elastic.epoch import Epoch, Peer, Report, deal, found_epoch, next_epoch
+from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
+
+A, B, C = (Peer(name=name, address=f"tcp://{name}") for name in "abc")
+EPOCH = Epoch(number=3, step=10, members=(A, B, C), slots=((0, 1), (2, 3), (4, 5)), why="joined c")
+HELD = Report(
+    epoch=3,
+    step=12,
+    behind=False,
+    held=True,
+    begun=True,
+    stops=False,
+    leaves=False,
+    speed=1,
+    lost=(),
+    excluded=(),
+)
+NOT_HELD = replace(HELD, held=False)
+FURTHER = replace(HELD, step=13, held=False)
+BEHIND = replace(HELD, step=9, behind=True, held=False, begun=False)
+
+
+def follow(*reports, joiners=()):
+    found = next_epoch(EPOCH, dict(zip("abc", reports, strict=False)), {peer.name: peer for peer in joiners})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reports", "step", "repeats"),
+    [
+        ((HELD, HELD), 13, False),
+        ((HELD, NOT_HELD), 12, True),
+        ((NOT_HELD, FURTHER), 13, True),  # one has applied it, so the other holds it
+        ((HELD, BEHIND), 13, False),
+    ],
+)
+def test_a_step_counts_if_all_that_report_hold_its_sum(reports, step, repeats):
+    found = follow(*reports)
+    assert (found.number, found.step, found.repeats) == (4, step, repeats)
+
+
+def test_a_repeated_step_keeps_slots_and_deals_only_those_of_the_dead():
+    found = follow(NOT_HELD, NOT_HELD)
+    assert found.slots == ((0, 1, 4), (2, 3, 5))
+    assert found.why == "lost c"
+    assert found.slots_of(12) == {"a": (0, 1, 4), "b": (2, 3, 5)}
+    assert found.slots_of(13) == {"a": (0, 1, 2), "b": (3, 4, 5)}
+
+
+def test_slots_follow_speed():
+    assert deal(9, {"a": 2, "b": 1}) == {"a": (0, 1, 2, 3, 4, 5), "b": (6, 7, 8)}
+    found = follow(replace(HELD, speed=2), HELD, HELD)
+    assert [len(slots) for slots in found.slots] == [4, 1, 1]
+
+
+def test_who_leaves_lacks_the_state_is_excluded_or_not_connected_is_no_member():
+    leaves, excludes = replace(HELD, leaves=True), replace(HELD, excluded=("b",))
+    assert follow(HELD, leaves, HELD).names == ("a", "c")
+    assert follow(HELD, HELD, BEHIND).names == ("a", "b")
+    assert follow(excludes, HELD, HELD).names == ("a", "c")
+    # of two without a connection the older one stays
+    assert follow(HELD, replace(HELD, lost=("c",)), HELD).names == ("a", "b")
+    assert follow(HELD, HELD, joiners=[Peer(name="d", address="tcp://d")]).names == ("a", "b", "d")
+    lost = replace(HELD, lost=("d",))
+    assert follow(HELD, lost, joiners=[Peer(name="d", address="tcp://d")]).names == ("a", "b")
+
+
+def test_the_run_ends_if_all_leave_and_nobody_continues_without_the_right_state():
+    leaves = replace(HELD, leaves=True)
+    assert follow(leaves, leaves).stops
+    # one that is excluded does not come back because all others leave
+    assert follow(replace(leaves, excluded=("b",)), HELD).names == ("a",)
+    assert next_epoch(EPOCH, {"c": BEHIND}, {}) is None
+    assert next_epoch(EPOCH, {"b": replace(HELD, excluded=("b",))}, {}) is None
+
+
+def test_the_ledger_follows_from_the_epochs():
+    first = found_epoch(1, A, 0, 2)
+    grown = Epoch(number=2, step=2, members=(A, B), slots=((0,), (1,)), why="joined b")
+    lost = Epoch(number=3, step=3, members=(B,), slots=((1, 0),), why="lost a", repeats=True)
+    lines = list_ledger([first, grown, lost], 4)
+    assert [(line.step, line.epoch, line.repeats, line.why) for line in lines] == [
+        (0, 1, None, "founded"),
+        (1, 1, None, "founded"),
+        (2, 2, None, "joined b"),
+        (3, 3, 2, "lost a"),
+    ]
+    assert lines[2].slots == {"a": (0,), "b": (1,)}
+    assert lines[3].slots == {"b": (1, 0)}
+    again = found_epoch(4, C, 1, 2)
+    assert [line.epoch for line in list_ledger([first, grown, lost, again], 4)] == [1, 4, 4, 4]
+    with pytest.raises(ValueError, match="all epochs from 1"):
+        list_ledger([first, lost], 4)
+
+
+def test_a_checkpoint_of_a_chief_that_was_left_behind_is_not_valid():
+    epochs = [found_epoch(1, A, 0, 2), found_epoch(2, B, 3, 2)]
+    assert is_valid_checkpoint(epochs, 3, 1)
+    assert not is_valid_checkpoint(epochs, 4, 1)
+    assert is_valid_checkpoint(epochs, 4, 2)
+    assert not is_valid_checkpoint(epochs, 2, 2)

@@ -1,0 +1,158 @@
+"""Elastic islands in a simulated world with faults: invariants hold, mutants of the protocol are found."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Simulation, draw_scenario
+
+from shardtrain.elastic.engine import Checkpoint, Connect, FindCheckpoint, Look, Seen, Tick
+from shardtrain.elastic.epoch import Peer, Report
+from shardtrain.elastic.member import Member, Membership, Phase
+from shardtrain.elastic.messages import Chunk, Vote
+
+CALM = ("start", "start", "leave", "save", "deal")
+MOST_SEEDS = 400
+"""Seeds within which each mutant is found."""
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_runs_with_faults_keep_every_invariant(first):
+    counts = sum((Simulation(seed).run().counts for seed in range(first, first + 50)), Counter())
+    # the faults happened, and runs went on after them
+    for what in (
+        "killed",
+        "freeze",
+        "partition",
+        "repeated",
+        "excluded",
+        "left",
+        "cut off",
+        "no state",
+        "saved",
+    ):
+        assert counts[what] > 0, what
+    assert counts["steps"] > 10 * 50
+
+
+def test_islands_that_join_and_leave_repeat_nothing():
+    counts = Counter[str]()
+    for seed in range(60):
+        scenario = replace(draw_scenario(Random(seed)), faults=CALM, min_members=1)
+        world = Simulation(seed, scenario=scenario).run()
+        counts += world.counts
+        for before, epoch in pairwise(world.epochs):
+            # a joiner that is asked to stop at the end may be a member already, without knowing it
+            gone = [name for name in before.names if name not in epoch.names]
+            if any(world.outcomes[name][0] == "stopped" for name in gone):
+                continue
+            assert not epoch.repeats, (seed, epoch)
+            assert {world.outcomes[name][0] for name in gone} <= {"left"}, (seed, epoch)
+    assert counts["epoch joined"] > 100
+    assert counts["left"] > 60
+
+
+class AppliesBeforeTheVotes(Member):
+    def _votes(self):
+        return self._vote and [self._vote]
+
+
+class LeavesWithoutBye(Member):
+    def _part(self):
+        return self._end("stopped")
+
+
+class WritesWithoutFence(Member):
+    @property
+    def fence(self):
+        return 1 << 30
+
+
+class BreaksItsPromise(Member):
+    def _elect(self):
+        return self._exchange() or self._commit() or super()._elect()
+
+
+class ReportsASumItLacks(Member):
+    def _change(self):
+        if self._ring and not self._vote:
+            self._vote = Vote(epoch=self.number, step=self.step)
+        return super()._change()
+
+
+class NeverLooks(Member):
+    def _tick(self, idle_seconds):
+        super()._tick(idle_seconds)
+        self._effects = [effect for effect in self._effects if not isinstance(effect, Look)]
+
+
+class DropsWhatComesEarly(Member):
+    def _keep(self, peer, message, payload):
+        if message.epoch == self.number:
+            super()._keep(peer, message, payload)
+
+
+class TakesLateChunks(Member):
+    def _keep(self, peer, message, payload):
+        late = isinstance(message, Chunk) and message.epoch < self.number
+        super()._keep(peer, replace(message, epoch=self.number) if late else message, payload)
+
+
+class ForgetsItsSlots(Member):
+    def _enter(self, epoch):
+        super()._enter(epoch)
+        self._asked = None
+
+
+class WaitsForALostDonor(Member):
+    def _catch_up(self):
+        return self.step in self._updates and super()._catch_up()
+
+
+class ProposesAlone(Member):
+    def _get(self, kind, name, step=0):
+        invented = self._report if kind is Report and self.phase is Phase.CHANGE else None
+        return super()._get(kind, name, step) or invented
+
+
+MUTANTS = (
+    AppliesBeforeTheVotes,
+    LeavesWithoutBye,
+    WritesWithoutFence,
+    BreaksItsPromise,
+    ReportsASumItLacks,
+    NeverLooks,
+    DropsWhatComesEarly,
+    TakesLateChunks,
+    ForgetsItsSlots,
+    WaitsForALostDonor,
+    ProposesAlone,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mutant_is_found(mutant):
+    for seed in range(MOST_SEEDS):
+        try:
+            Simulation(seed, kind=mutant).run()
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.__name__} breaks no invariant in {MOST_SEEDS} seeds")
+
+
+def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
+    """Also where the votes for the last step are lost, so that an epoch begins after it."""
+    member = Member(Peer(name="a", address=""), Membership(num_slots=2, num_steps=3), None)
+    assert FindCheckpoint() in member.handle(0.0, Tick())
+    (proposal,) = member.handle(0.1, Checkpoint(3))
+    effects = member.handle(0.2, Seen(proposal.epoch))
+    assert [type(effect).__name__ for effect in effects if not isinstance(effect, Connect)] == [
+        "Restore", "Write", "Over",
+    ]  # fmt: skip
+    assert member.outcome == "stopped"
