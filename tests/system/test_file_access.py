@@ -37,7 +37,7 @@ ALLOWED = {
     "shardtrain/checkpoints/folders.py": {".rename": STEPS},
     "shardtrain/checkpoints/manifest.py": {".open(rb)": MINE, ".write_text": PARTIAL},
     "shardtrain/checkpoints/paths.py": {
-        ".rename": STEPS, ".unlink": STEPS, "shutil.rmtree": STEPS, "os.open": "a folder, to sync it",
+        ".rename": STEPS, ".unlink": STEPS, "shutil.rmtree": STEPS,
     },
     "shardtrain/checkpoints/processes.py": {"json.loads": RANKS},
     "shardtrain/checkpoints/retention.py": {
@@ -77,6 +77,11 @@ ALLOWED = {
     },
     "shardtrain/doctor/names.py": {".read_text": SYSTEM},
     "shardtrain/doctor/runner.py": {"json.loads": OWN},
+    "shardtrain/elastic/island.py": {"shutil.rmtree": STEPS},
+    "shardtrain/elastic/run_files.py": {
+        ".rename": STEPS, ".touch": "an empty file that shows that a member lives",
+        "open(rb)": "for its time alone", "shutil.rmtree": PARTIAL,
+    },
     "shardtrain/islands/binding.py": {".read_text": SYSTEM},
     "shardtrain/islands/bridge.py": {"json.loads": RANKS},
     "shardtrain/islands/membership.py": {".read_text": SYSTEM, ".unlink": "shared memory that this job made"},
@@ -96,7 +101,7 @@ ALLOWED = {
     "shardtrain/report/trace.py": {"gzip.GzipFile": "a trace that this run wrote"},
     "shardtrain/system/array_file.py": {"numpy.fromfile": BOUNDED},
     "shardtrain/system/atomic_write.py": dict.fromkeys(
-        (".rename", ".unlink", "os.fdopen", "os.open"), WRITER
+        (".rename", ".unlink", "os.fdopen", "os.link", "os.open"), WRITER
     ),
     "shardtrain/system/cgroup.py": {".read_text": SYSTEM},
     "shardtrain/system/host.py": {".read_bytes": SYSTEM, ".read_text": SYSTEM},

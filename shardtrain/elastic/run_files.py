@@ -1,0 +1,223 @@
+"""Files of an elastic run: who its members are, their public keys, signs of life and checkpoints. No sockets.
+
+A file of an epoch is made once and never changed, so the folder decides who is a member. Next: `sockets.py`.
+"""
+
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from shardtrain.system.atomic_write import create_file, sync
+from shardtrain.system.untrusted_files import name_problem, read_bytes
+
+MOST_EPOCH_BYTES = 1 << 24
+PUBLIC = ".public"
+MOST_KEY_BYTES = 1 << 10
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, order=True)
+class SavedCheckpoint:
+    """A checkpoint of the run folder, after `step` steps, written by a chief of an epoch."""
+
+    step: int
+    epoch: int
+    folder: Path
+
+
+class RunFiles:
+    """The files by which islands of a run find each other.
+
+    Args:
+      folder: the folder of the run, shared by all islands; its file system needs hard links.
+      late_seconds: limit for a file that exists and cannot be seen yet, as caches of network file systems
+        have it.
+
+    Raises:
+      PermissionError: users other than the owner may read or write the folder of keys.
+    """
+
+    def __init__(self, folder: Path, *, late_seconds: float = 60.0) -> None:
+        self._epochs, self._keys = folder / "epochs", folder / "keys"
+        self._alive, self._checkpoints = folder / "alive", folder / "checkpoints"
+        self._late_seconds = late_seconds
+        self._owners: dict[str, str] = {}
+        for each in (self._epochs, self._alive, self._checkpoints):
+            each.mkdir(parents=True, exist_ok=True)
+        self._keys.mkdir(mode=0o700, exist_ok=True)
+        found = self._keys.stat()
+        if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{self._keys} has mode {found.st_mode & 0o777:o} and owner {found.st_uid}: others could let"
+                f" islands into the run. It must be a folder of user {os.geteuid()} that nobody else may read"
+                f" or write: chmod 700 {self._keys}"
+            )
+
+    def propose(self, number: int, content: bytes) -> bytes:
+        """Make the file of an epoch unless it exists.
+
+        Args:
+          number: number of the epoch.
+          content: of the file.
+
+        Returns:
+          The content of the epoch, which is that of the island that was first.
+
+        Raises:
+          TimeoutError: another island was first, and its file cannot be seen within the limit.
+        """
+        path = self._epoch_path(number)
+        if create_file(path, content):
+            sync(self._epochs)
+            return content
+        return self._wait(lambda: self.read(number), f"{path} exists, but cannot be read")
+
+    def read(self, number: int) -> bytes | None:
+        """Return the content of an epoch; None if there is no such epoch yet."""
+        try:
+            return read_bytes(self._epoch_path(number), MOST_EPOCH_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def wait_for(self, number: int) -> bytes:
+        """Return the content of an epoch that exists, though this host may see it late.
+
+        Raises:
+          TimeoutError: it cannot be seen within the limit.
+        """
+        return self._wait(lambda: self.read(number), f"{self._epoch_path(number)} exists, but cannot be read")
+
+    def newest(self) -> int:
+        """Return the number of the newest epoch; 0 if there is none."""
+        names = (path.name.partition(".")[0] for path in _list_fresh(self._epochs, "[0-9]*.json"))
+        number = max((int(name) for name in names if name.isdecimal()), default=0)
+        while self._epoch_path(number + 1).exists():  # the listing may be old all the same
+            number += 1
+        return number
+
+    def write_key(self, name: str, public_key: str) -> None:
+        """List the public key of an island, so that the others let it in.
+
+        Raises:
+          ValueError: the name cannot be that of a file.
+          FileExistsError: an island of this name has another key.
+        """
+        problem = (
+            name_problem(name) or ("/" in name and "has a slash") or (name[0] == "." and "begins with a dot")
+        )
+        if problem:
+            raise ValueError(f"the name {name!r} of an island {problem}; use letters, digits and dashes")
+        path = self._keys / f"{name}{PUBLIC}"
+        if not create_file(path, public_key.encode(), 0o600):
+            raise FileExistsError(f"{path} exists; an island that comes again needs a new name")
+
+    def find_owner(self, public_key: str) -> str | None:
+        """Return the name of the island with a public key; None if the folder does not list it."""
+        if public_key not in self._owners:
+            names = {path.name.removesuffix(PUBLIC) for path in _list_fresh(self._keys, f"[!.]*{PUBLIC}")}
+            for name in names - set(self._owners.values()):
+                key = read_bytes(self._keys / f"{name}{PUBLIC}", MOST_KEY_BYTES).decode("ascii", "replace")
+                self._owners.setdefault(key, name)
+        return self._owners.get(public_key)
+
+    def wait_for_owner(self, public_key: str) -> str:
+        """Return the name of an island with a public key, whose file may be seen late.
+
+        Raises:
+          TimeoutError: the folder does not list it.
+        """
+        return self._wait(
+            lambda: self.find_owner(public_key), f"{self._keys} lists no island with the key {public_key}"
+        )
+
+    def touch_alive(self, name: str) -> None:
+        """Show that a member is alive."""
+        (self._alive / name).touch()
+
+    def idle_seconds(self) -> float:
+        """Return the time since a member was last alive, by the clock of the file system; inf if never."""
+        with tempfile.TemporaryFile(dir=self._epochs) as file:
+            now = os.fstat(file.fileno()).st_mtime
+        last = max((_fresh_mtime(path) for path in self._alive.iterdir()), default=-math.inf)
+        return max(now - last, 0.0)
+
+    @contextmanager
+    def new_checkpoint(self) -> Iterator[Path]:
+        """Make a temporary folder for a checkpoint, deleted unless `commit_checkpoint` renames it."""
+        folder = Path(tempfile.mkdtemp(prefix=".new.", dir=self._checkpoints))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def commit_checkpoint(self, epoch: int, step: int, folder: Path) -> bool:
+        """Give a checkpoint its name, which carries step and epoch, unless there is a newer epoch.
+
+        The newer epoch can come between the look for it and the renaming. So a name alone does not make a
+        checkpoint valid: one that is beyond the first step of a later epoch is void, see `ledger.py`.
+
+        Args:
+          epoch: the epoch whose chief wrote it.
+          step: number of steps applied in it.
+          folder: the folder of `new_checkpoint`, filled.
+
+        Returns:
+          Whether the checkpoint has its name; False if an epoch is newer.
+        """
+        for path in sorted(folder.rglob("*"), reverse=True):
+            sync(path)
+        sync(folder)
+        folder.chmod(0o755)  # private until it is complete
+        if self.newest() > epoch:
+            return False
+        final = self._checkpoints / f"step-{step}-epoch-{epoch}"
+        if not final.exists():  # else it is the same one, saved twice
+            folder.rename(final)
+            sync(self._checkpoints)
+        return True
+
+    def list_checkpoints(self) -> list[SavedCheckpoint]:
+        """List all checkpoints by step and epoch, void ones too."""
+        found = []
+        for path in self._checkpoints.glob("step-*-epoch-*"):
+            words = path.name.split("-")
+            if len(words) == 4 and words[1].isdecimal() and words[3].isdecimal():
+                found.append(SavedCheckpoint(int(words[1]), int(words[3]), path))
+        return sorted(found)
+
+    def _epoch_path(self, number: int) -> Path:
+        return self._epochs / f"{number}.json"
+
+    def _wait(self, find: Callable[[], Found | None], problem: str) -> Found:
+        deadline = time.monotonic() + self._late_seconds
+        while (found := find()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{problem} within {self._late_seconds:g} s. Check that all islands see the same folder,"
+                    " and that its file system does not cache missing files for longer"
+                )
+            time.sleep(0.02)
+        return found
+
+
+def _list_fresh(folder: Path, pattern: str) -> Iterator[Path]:
+    """List a folder; to change it makes a network file system ask its server instead of its cache."""
+    os.utime(folder)
+    return folder.glob(pattern)
+
+
+def _fresh_mtime(path: Path) -> float:
+    """Return the time of a change; opening a file makes a network file system ask its server."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return -math.inf

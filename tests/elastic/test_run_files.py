@@ -1,0 +1,140 @@
+"""Files of an elastic run: one winner of an epoch, late files, keys, signs of life, checkpoints."""
+
+import multiprocessing
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardtrain.elastic.run_files import RunFiles
+
+NUM_PROCESSES, NUM_THREADS, NUM_EPOCHS = 4, 4, 10
+
+
+def _propose(folder: Path, process: int, answers) -> None:
+    files = RunFiles(folder)
+    found: list[tuple[bytes, ...]] = []
+    ready = threading.Barrier(NUM_THREADS)
+
+    def propose_all(thread: int) -> None:
+        ready.wait()
+        mine = [files.propose(n, f"{process} {thread} {n}".encode() * 1000) for n in range(1, NUM_EPOCHS + 1)]
+        found.append(tuple(mine))
+
+    threads = [threading.Thread(target=propose_all, args=(i,)) for i in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers.put(found)
+
+
+def test_one_of_many_proposals_wins(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=_propose, args=(tmp_path, i, answers)) for i in range(NUM_PROCESSES)]
+    for process in processes:
+        process.start()
+    found = [each for _ in processes for each in answers.get(timeout=60)]
+    for process in processes:
+        process.join()
+    files = RunFiles(tmp_path)
+    assert len(found) == NUM_PROCESSES * NUM_THREADS
+    assert set(found) == {tuple(files.read(number) for number in range(1, NUM_EPOCHS + 1))}
+    assert files.newest() == NUM_EPOCHS
+    assert files.read(NUM_EPOCHS + 1) is None
+    assert len(os.listdir(tmp_path / "epochs")) == NUM_EPOCHS  # no temporary file
+    assert all(path.stat().st_nlink == 1 for path in (tmp_path / "epochs").iterdir())
+
+
+def test_a_file_that_exists_is_waited_for(tmp_path, monkeypatch):
+    files = RunFiles(tmp_path, late_seconds=5.0)
+    files.propose(1, b"first")
+    read, num_reads = RunFiles.read, []
+
+    def read_late(self, number):
+        num_reads.append(number)
+        return read(self, number) if len(num_reads) > 3 else None
+
+    monkeypatch.setattr(RunFiles, "read", read_late)
+    assert files.propose(1, b"second") == b"first"
+    monkeypatch.setattr(RunFiles, "read", lambda self, number: None)
+    with pytest.raises(TimeoutError, match=r"1\.json exists, but cannot be read within 0\.1 s"):
+        RunFiles(tmp_path, late_seconds=0.1).propose(1, b"second")
+
+
+def test_the_newest_epoch_is_found_though_the_listing_is_old(tmp_path, monkeypatch):
+    files = RunFiles(tmp_path)
+    assert files.newest() == 0
+    for number in (1, 2, 3):
+        files.propose(number, b"x")
+    (tmp_path / "epochs" / "note.json").write_text("no epoch")
+    assert files.newest() == 3
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "1.json"]))
+    assert files.newest() == 3
+
+
+def test_a_folder_of_keys_that_others_can_use_is_refused(tmp_path):
+    RunFiles(tmp_path)
+    keys = tmp_path / "keys"
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    for mode in (0o750, 0o702):
+        keys.chmod(mode)
+        with pytest.raises(PermissionError, match=f"has mode {mode:o} .*: chmod 700 {keys}"):
+            RunFiles(tmp_path)
+    keys.chmod(0o700)
+
+
+def test_keys_have_one_owner(tmp_path):
+    files, others = RunFiles(tmp_path), RunFiles(tmp_path, late_seconds=0.1)
+    files.write_key("a", "key of a")
+    assert others.find_owner("key of a") == "a"
+    assert others.find_owner("key of b") is None
+    files.write_key("b", "key of b")
+    assert others.find_owner("key of b") == others.wait_for_owner("key of b") == "b"
+    assert stat.S_IMODE((tmp_path / "keys" / "b.public").stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError, match="needs a new name"):
+        files.write_key("a", "another")
+    with pytest.raises(TimeoutError, match="lists no island with the key another"):
+        others.wait_for_owner("another")
+    for name in ("", ".a", "a/b", "../a", "a\n"):
+        with pytest.raises(ValueError, match="use letters, digits and dashes"):
+            files.write_key(name, "key")
+
+
+def test_the_last_sign_of_life_counts(tmp_path):
+    files = RunFiles(tmp_path)
+    assert files.idle_seconds() == float("inf")
+    files.touch_alive("a")
+    files.touch_alive("b")
+    assert files.idle_seconds() < 60
+    past = time.time() - 1000
+    os.utime(tmp_path / "alive" / "a", (past, past))
+    assert files.idle_seconds() < 60
+    os.utime(tmp_path / "alive" / "b", (past - 1000, past - 1000))
+    assert 990 < files.idle_seconds() < 1100  # clocks of file systems are coarse
+    files.touch_alive("b")
+    assert files.idle_seconds() < 60
+
+
+def test_a_checkpoint_of_an_older_epoch_is_not_committed(tmp_path):
+    files = RunFiles(tmp_path)
+    files.propose(1, b"first")
+    for step in (20, 10):
+        with files.new_checkpoint() as folder:
+            (folder / "arrays").mkdir()
+            (folder / "arrays" / "0").write_bytes(b"x")
+            assert len(files.list_checkpoints()) == (step == 10)  # this one is not there yet
+            assert files.commit_checkpoint(1, step, folder)
+    files.propose(2, b"second")
+    with files.new_checkpoint() as folder:
+        assert not files.commit_checkpoint(1, 30, folder)
+    with pytest.raises(RuntimeError), files.new_checkpoint() as folder:
+        raise RuntimeError
+    found = files.list_checkpoints()
+    assert [(each.step, each.epoch) for each in found] == [(10, 1), (20, 1)]
+    assert (found[0].folder / "arrays" / "0").read_bytes() == b"x"
+    assert len(os.listdir(tmp_path / "checkpoints")) == 2

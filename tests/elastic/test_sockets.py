@@ -1,0 +1,338 @@
+"""Sockets of elastic islands: deaths, frozen processes, strangers, wrong frames, large arrays."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shardtrain.elastic.connection import WINDOW_BYTES
+from shardtrain.elastic.frames import CHUNK_BYTES, MOST_HEADER_BYTES, Lost, Received, encode_header
+from shardtrain.elastic.run_files import RunFiles
+from shardtrain.elastic.sockets import Transport, find_host
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_peer.py"
+PATIENCE_SECONDS = 1.0
+
+
+def expect(peer, header):
+    if header.get("kind") == "unknown":
+        raise ValueError("no such kind")
+    return [np.empty(header["shape"], np.dtype(header["dtype"]))] if "shape" in header else ()
+
+
+def address_of(transport):
+    return SimpleNamespace(name=transport.name, address=transport.address, key=transport.public_key)
+
+
+def wait(transport, is_last=lambda event: True, seconds=10.0, others=()):
+    """Return events up to the first that is the last one."""
+    found, deadline = [], time.monotonic() + seconds
+    while not any(map(is_last, found)):
+        assert time.monotonic() < deadline, f"only {found}"
+        found += transport.receive(0.01 if others else 0.2)
+        for other in others:
+            other.receive(0.0)
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Return a function that opens a transport of this process."""
+    with ExitStack() as stack:
+
+        def open_one(name, **options):
+            options = {
+                "host": "127.0.0.1",
+                "patience_seconds": PATIENCE_SECONDS,
+                "heartbeat_seconds": 0.1,
+            } | options
+            transport = Transport(name, RunFiles(tmp_path, late_seconds=0.3), expect, **options)
+            stack.callback(transport.close)
+            return transport
+
+        yield open_one
+
+
+@pytest.fixture
+def spawned(tmp_path):
+    """Return a function that starts a process with a transport, connected to the one that is given."""
+    processes = []
+
+    def spawn(name, transport):
+        command = [sys.executable, str(PROGRAM), str(tmp_path), name, str(PATIENCE_SECONDS)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        peer = SimpleNamespace(**json.loads(process.stdout.readline()))
+        process.stdin.write(json.dumps([vars(address_of(transport))]) + "\n")
+        process.stdin.flush()
+        transport.connect([peer])
+        transport.send(name, {"hello": 1})
+        wait(transport, lambda event: isinstance(event, Received))
+        return process, peer
+
+    yield spawn
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_messages_of_a_peer_come_whole_and_in_order(opened):
+    a, b = opened("a"), opened("b")
+    a.connect([address_of(a), address_of(b)])
+    arrays = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asarray(3.0),
+        np.zeros((0, 2)),
+        np.arange(CHUNK_BYTES),
+        np.asarray(jnp.arange(8, dtype=jnp.bfloat16)),
+    ]
+    for array in arrays:
+        a.send("b", {"shape": array.shape, "dtype": array.dtype.name}, [array])
+        a.send("b", {"text": "between"})
+    found = []
+    while len(found) < 2 * len(arrays):
+        found += wait(b, others=[a])
+    assert {event.peer for event in found} == {"a"}
+    for array, event, between in zip(arrays, found[::2], found[1::2], strict=True):
+        np.testing.assert_array_equal(event.buffers[0], array)
+        assert between.header == {"text": "between"}
+
+
+def test_a_killed_process_is_lost_at_once(opened, spawned):
+    a = opened("a", patience_seconds=60.0)
+    process, _ = spawned("b", a)
+    process.kill()
+    killed_at = time.monotonic()
+    (lost,) = wait(a)
+    assert (lost.peer, lost.closed) == ("b", True)
+    assert time.monotonic() - killed_at < 5  # not by the patience; in fact some ms
+    a.send("b", {"too": "late"})
+    a.connect([address_of(a), SimpleNamespace(name="b", address="tcp://127.0.0.1:1", key="")])
+    assert a.receive(0.0) == [lost]
+
+
+def test_a_frozen_process_is_lost_after_the_patience_and_finds_itself_out(opened, spawned):
+    a = opened("a")
+    process, _ = spawned("b", a)
+    assert a.receive(2 * PATIENCE_SECONDS) == []  # silent, but alive
+    os.kill(process.pid, signal.SIGSTOP)
+    frozen_at = time.monotonic()
+    (lost,) = wait(a)
+    assert (lost.peer, lost.closed) == ("b", False)
+    assert time.monotonic() - frozen_at >= 0.8 * PATIENCE_SECONDS
+    os.kill(process.pid, signal.SIGCONT)
+    assert json.loads(process.stdout.readline())["lost"] == "a"
+
+
+@pytest.mark.parametrize("keys", ["none", "own"])
+def test_a_stranger_is_not_let_in(opened, spawned, monkeypatch, keys):
+    monkeypatch.setattr("shardtrain.elastic.sockets.LATE_KEY_SECONDS", 0.1)
+    a = opened("a")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        stranger.reconnect_ivl = -1
+        if keys == "own":
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = a.public_key.encode()
+        stranger.connect(a.address)
+        stranger.send(encode_header({"kind": "join", "from": "b"}, []))
+        deadline = time.monotonic() + 5
+        while not monitor.poll(0):
+            assert a.receive(0.05) == []
+            assert time.monotonic() < deadline
+        event = recv_monitor_message(monitor)["event"]
+        assert event == zmq.EVENT_DISCONNECTED
+        assert a.receive(0.2) == []
+        stranger.disable_monitor()
+        monitor.close()
+    spawned("b", a)  # others still come in
+
+
+def test_a_peer_is_known_by_its_key_alone(opened):
+    a, b, c = opened("a"), opened("b"), opened("c")
+    b.connect([address_of(a)])
+    b.send("a", {"from": "c"})
+    (received,) = wait(a, others=[b])
+    assert received.peer == "b"
+    # the key of another one, or of nobody
+    a.connect([SimpleNamespace(name="c", address=b.address, key=b.public_key)])
+    assert a.receive(0.0) == [Lost("c", "its key is the one of b")]
+    a.connect([SimpleNamespace(name="d", address=b.address, key=c.public_key[::-1])])
+    (lost,) = a.receive(0.0)
+    assert "lists no island with the key" in lost.reason
+    # the right key at the address of another one: nobody there can read
+    b.connect([SimpleNamespace(name="c", address=a.address, key=c.public_key)])
+    b.send("c", {"secret": 1})
+    (lost,) = wait(b, others=[a])
+    assert lost.peer == "c"
+
+
+def test_a_key_that_is_listed_late_is_let_in(opened, tmp_path, monkeypatch):
+    a, b = opened("a"), opened("b")
+    key = tmp_path / "keys" / "b.public"
+    content = key.read_bytes()
+    key.unlink()
+    b.connect([address_of(a)])
+    b.send("a", {"hello": 1})
+    for _ in range(5):
+        assert a.receive(0.05) == b.receive(0.05) == []
+    key.write_bytes(content)
+    (received,) = wait(a, others=[b])
+    assert received.peer == "b"
+
+
+WRONG = {
+    "pickle": (pickle.dumps({"kind": "join"}), "is no JSON"),
+    "long header": (b"[" * (MOST_HEADER_BYTES + 1), "at most"),
+    "no object": (b'["a", []]', "it is an object and a list"),
+    "deep": (b"[" * 5000 + b"]" * 5000, "nested deeper"),
+    "no number": (b'[{"step": NaN}, []]', "NaN is no number"),
+    "unknown": (encode_header({"kind": "unknown"}, []), "no such kind"),
+    "dtype": (
+        encode_header({"shape": [2], "dtype": "float32"}, [np.zeros(2)]),
+        "expected [['float32', [2]]]",
+    ),
+    "shape": (
+        encode_header({"shape": [2], "dtype": "int8"}, [np.zeros(3, np.int8)]),
+        "expected [['int8', [2]]]",
+    ),
+    "unexpected": (encode_header({}, [np.zeros(3)]), "expected []"),
+    "missing": (encode_header({"shape": [2], "dtype": "int8"}, []), "expected [['int8', [2]]]"),
+}
+CHUNKS = {"empty chunk": b"", "long chunk": b"123"}
+
+
+@pytest.mark.parametrize("kind", [*WRONG, *CHUNKS, "two parts", "huge"])
+def test_wrong_frames_lose_the_peer_and_nothing_else(opened, kind):
+    a, b, c = opened("a"), opened("b"), opened("c")
+    b.connect([address_of(a)])
+    c.connect([address_of(a)])
+    endpoint = b._connections["a"].sockets[0]
+    if kind in WRONG:
+        content, reason = WRONG[kind]
+        endpoint.send(content)
+    elif kind in CHUNKS:
+        reason = f"{len(CHUNKS[kind])} bytes of an array of which 2 are missing"
+        endpoint.send(encode_header({"shape": [2], "dtype": "int8"}, [np.zeros(2, np.int8)]))
+        endpoint.send(CHUNKS[kind])
+    elif kind == "two parts":
+        reason = "a message of 2 parts"
+        endpoint.send_multipart([b"[{}, []]", b""])
+    else:
+        # libzmq ends the connection, and `a` never reads it
+        endpoint.send(bytes(2 * (CHUNK_BYTES + MOST_HEADER_BYTES)))
+        assert wait(b, others=[a])[0].peer == "a"
+        reason = None
+    if reason is not None:
+        (lost,) = wait(a)
+        assert lost.peer == "b"
+        assert reason in lost.reason
+        # it hears of it, and is not listened to any more
+        (lost,) = wait(b, others=[a])
+        assert lost.peer == "a"
+        assert "refused" in lost.reason
+        assert reason in lost.reason
+    c.send("a", {"hello": 1})
+    (received,) = wait(a, others=[c])
+    assert (received.peer, received.header) == ("c", {"hello": 1})
+
+
+def test_a_large_array_takes_bounded_memory(opened, spawned):
+    a = opened("a", patience_seconds=60.0)
+    spawned("b", a)
+    array = np.ones(256 << 20, np.uint8)
+    a.send("b", {"num_bytes": array.nbytes}, [array])
+    (received,) = wait(a, seconds=30)
+    assert received.header["sum"] == array.nbytes
+    # in one message it would be twice its size
+    assert received.header["peak"] < array.nbytes + 3 * WINDOW_BYTES
+
+
+def test_another_thread_wakes_receive(opened):
+    a = opened("a")
+    thread = threading.Timer(0.2, a.wake)
+    thread.start()
+    began = time.monotonic()
+    assert a.receive(30.0) == []
+    assert time.monotonic() - began < 10
+    thread.join()
+    a.wake()  # one before it waits counts too
+    began = time.monotonic()
+    assert a.receive(30.0) == []
+    assert time.monotonic() - began < 10
+
+
+def test_what_was_sent_arrives_before_a_connection_is_closed(opened):
+    a, b = opened("a"), opened("b")
+    a.connect([address_of(b)])
+    b.connect([address_of(a)])
+    array = np.ones(4 * WINDOW_BYTES, np.int8)
+    a.send("b", {"shape": array.shape, "dtype": "int8"}, [array])
+    a.send("b", {"bye": 1})
+    thread = threading.Thread(target=a.close)
+    thread.start()
+    found = wait(b, lambda event: isinstance(event, Lost))
+    thread.join()
+    assert [type(event) for event in found] == [Received, Received, Lost]
+    assert found[1].header == {"bye": 1}
+
+
+def test_what_cannot_be_sent_is_refused_by_the_sender(opened):
+    a = opened("a")
+    for array, reason in [
+        (np.zeros((4, 4)).T[::2], "cannot be sent"),
+        (np.array([{}]), "cannot be sent"),
+        (np.zeros(2, ">f4"), "cannot be sent"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            a.send("b", {}, [array])
+    with pytest.raises(ValueError, match="takes 1,048,"):
+        a.send("b", {"text": "a" * MOST_HEADER_BYTES})
+
+
+def test_a_wrong_address_loses_the_peer(opened):
+    a, b = opened("a"), opened("b")
+    for name, address in [("c", "ipc:///tmp/x"), ("d", "tcp://nothing")]:
+        c = opened(name)
+        a.connect([SimpleNamespace(name=c.name, address=address, key=c.public_key)])
+        (lost,) = wait(a)
+        assert f"the address {address!r} cannot be used" in lost.reason
+    b.close()
+    a.connect([address_of(b)])
+    (lost,) = wait(a)
+    assert lost == Lost("b", "it cannot be reached", closed=True)
+
+
+def test_the_address_of_this_host_can_be_bound(opened):
+    with pytest.raises(
+        ValueError, match=r"cannot listen at '203\.0\.113\.7': .*Give an address of this host"
+    ):
+        opened("b", host="203.0.113.7")
+    a = opened("a", host=None)
+    assert a.address.startswith(f"tcp://{find_host()}:")
+
+
+def test_without_pyzmq_the_extra_is_named():
+    program = "import sys; sys.modules['zmq'] = None; import shardtrain.elastic.sockets"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "messages of elastic islands are read by the library pyzmq: install it with" in done.stderr
+    assert "shardtrain[elastic]" in done.stderr
