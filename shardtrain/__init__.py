@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shardtrain.data import TokenPairs as TokenPairs
     from shardtrain.data import Tokens as Tokens
     from shardtrain.data import place as place
+    from shardtrain.elastic.island import ElasticIsland as ElasticIsland
+    from shardtrain.elastic.member import Membership as Membership
     from shardtrain.functional.cross_entropy import cross_entropy as cross_entropy
     from shardtrain.functional.linen_model import from_linen as from_linen
     from shardtrain.functional.loss import Loss as Loss
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from shardtrain.sharding.layout import Layout as Layout
     from shardtrain.sharding.layout_file import read_layout as read_layout
     from shardtrain.sharding.mesh import make_mesh as make_mesh
+    from shardtrain.train_step.elastic_program import ElasticProgram as ElasticProgram
     from shardtrain.train_step.placement import init_state as init_state
     from shardtrain.train_step.placement import make_placement as make_placement
     from shardtrain.train_step.placement import restorable_state as restorable_state
@@ -80,6 +83,8 @@ _MODULES = {
         *("Augment", "Batches", "Chat", "Corpus", "ImageFiles", "Loading", "MaskedTokens"),
         *("Mixture", "Source", "Stream", "Text", "TokenBatches", "TokenPairs", "Tokens", "place"),
     ),
+    "elastic.island": ("ElasticIsland",),
+    "elastic.member": ("Membership",),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),
@@ -104,6 +109,7 @@ _MODULES = {
     "trainer.recovery": ("Recovery",),
     "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
+    "train_step.elastic_program": ("ElasticProgram",),
     "train_step.placement": ("init_state", "make_placement", "restorable_state"),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer.trained_model": ("build", "load"),

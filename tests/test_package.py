@@ -121,6 +121,8 @@ VALUES = (
     "shardtrain.islands.buckets",
     "shardtrain.islands.options",
     "shardtrain.islands.agreement",
+    "shardtrain.elastic.ledger",
+    "shardtrain.elastic.member",
     "shardtrain.launch.supervise",
     "shardtrain.pipeline.schedule",
     "shardtrain.pipeline.simulate",

@@ -1,0 +1,117 @@
+"""Islands of real processes that come and go: the numbers of one process, and each slot of a step once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chaos import Run, run_chaos  # adds the folder of programs
+from elastic_island import SIZE, SLOTS, Toy, train_alone
+from elastic_training import train_alone as train_model_alone
+
+from shardtrain.elastic.engine import Restore
+from shardtrain.elastic.island import ElasticIsland, StateArrived
+from shardtrain.elastic.member import Membership
+
+TRAINING = Path(__file__).parents[1] / "programs" / "elastic_training.py"
+
+
+@pytest.fixture
+def run(tmp_path, warm_python):
+    run = Run(warm_python, tmp_path, steps=150, seconds=0.004)
+    yield run
+    run.end()
+
+
+def test_they_are_killed_frozen_stopped_and_started(tmp_path, warm_python):
+    run = Run(warm_python, tmp_path, steps=500)
+    try:
+        killed = run_chaos(run, seed=1, events=10)
+        epochs = run.finish()
+    finally:
+        run.end()
+    assert killed
+    assert "lost" in " ".join(epoch.why for epoch in epochs)
+
+
+def test_one_that_is_asked_to_end_leaves_and_nothing_is_repeated(run):
+    first, _ = run.start(), run.start()
+    run.wait_for(lambda: all(each.is_member for each in run.processes))
+    first.signal(signal.SIGTERM)
+    epochs = run.finish()
+    assert first.outcome.startswith("left ")
+    assert not any(epoch.repeats for epoch in epochs)
+
+
+def test_when_all_are_dead_a_new_one_goes_on_from_the_checkpoint(run):
+    run.start()
+    run.wait_for(lambda: "step 45" in run.processes[0].list_texts())
+    run.processes[0].signal(signal.SIGKILL)
+    run.start()
+    epochs = run.finish()
+    # saved every 20 steps
+    assert [epoch.step for epoch in epochs if epoch.founded] == [0, 40]
+    # a run that has ended is not gone on with
+    again = run.start()
+    run.finish()
+    assert again.outcome.startswith("stopped 150 ")
+    assert not again.is_member
+
+
+def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
+    """Also by an island that has received the state of one that died since."""
+    island = ElasticIsland(tmp_path, toy := Toy(), Membership(num_slots=SLOTS), host="127.0.0.1")
+    later = jax.tree.leaves({"x": np.full(SIZE, 3), "step": np.array(5)})
+    island._do(StateArrived("a", 5, later))
+    assert toy.state["step"] == 5
+    island._do(Restore(0))
+    assert toy.state["step"] == 0
+    np.testing.assert_array_equal(toy.state["x"], np.arange(SIZE))
+    island.close()
+
+
+def test_one_that_was_frozen_is_let_go_and_finds_out(run):
+    run.start(2)
+    run.wait_for(lambda: all(each.is_member for each in run.processes))
+    frozen = run.processes[0]
+    frozen.signal(signal.SIGSTOP)
+    run.wait_for(lambda: any("lost" in text for text in run.processes[1].list_texts()))
+    frozen.signal(signal.SIGCONT)
+    run.finish()
+    # it has applied nothing that the others have not
+    outcome, steps, total = frozen.outcome.rsplit(" ", 2)
+    assert (outcome, int(total)) == ("excluded", train_alone(int(steps)))
+
+
+def test_a_model_has_the_losses_of_one_device(tmp_path, warm_python):
+    """On islands of 1, 2 and 4 devices, with dropout: one of two is killed, and the run waits for another."""
+    outputs = {number: tmp_path / f"losses-{number}.jsonl" for number in "124"}
+
+    def read(number):
+        lines = outputs[number].read_text().splitlines() if outputs[number].exists() else []
+        return dict(json.loads(line) for line in lines if line.endswith("]"))
+
+    processes = [subprocess.Popen([*warm_python, str(TRAINING), str(tmp_path), number]) for number in "12"]
+    end = time.monotonic() + 100
+    while min(len(read(number)) for number in "12") < 5:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (name,) = (tmp_path / "names").glob("*-1")
+    os.kill(int(name.read_text()), signal.SIGKILL)
+    processes.append(subprocess.Popen([*warm_python, str(TRAINING), str(tmp_path), "4"]))
+    assert [each.wait(100) for each in processes[1:]] == [0, 0]
+    processes[0].wait()
+    expected = dict(enumerate(train_model_alone(jax.devices()[:1]), 1))
+    assert read("2").keys() == expected.keys()
+    assert 5 < len(read("4")) < len(expected)
+    for number in "124":
+        for step, loss in read(number).items():
+            np.testing.assert_allclose(loss, expected[step], rtol=1e-5)
