@@ -1,10 +1,10 @@
 """The operations of models (`Ops`), and those for the devices of a program.
 
 A model is given its operations and asks for nothing: `set_ops(model, find_ops())` before a call of one's own,
-a run by `functional/model_ops.py` (docs/decisions/0061).
+a run by `functional/run_trace.py` (docs/decisions/0061).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,7 +42,20 @@ def find_ops(*, any_mesh: bool = False, **of_run: Any) -> Ops:
         kind = OneGpuOps if _is_one_device(any_mesh) else GpuOps
     elif devices and all(device.device_kind == "cpu" for device in devices):
         kind = OneCpuOps if _is_one_device(any_mesh) else CpuOps
-    return kind(**{"devices": tuple(devices), **of_run})
+    kinds = tuple(Device(d.device_kind, getattr(d, "compute_capability", "")) for d in devices)
+    return kind(**{"devices": kinds, **of_run})
+
+
+class Device(NamedTuple):
+    """What decides about an attention; unlike a device of jax it can be copied with a module.
+
+    Attributes:
+      device_kind: its name in jax.
+      compute_capability: of a GPU, such as "9.0"; "" for others.
+    """
+
+    device_kind: str
+    compute_capability: str
 
 
 def find_devices() -> list[Any]:
