@@ -60,7 +60,7 @@ def run() -> Run:
 BINDING = 5  # rank, island, host, pid, devices and more
 GONE_SECONDS = 300
 LONG_SECONDS = 900
-CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @pytest.fixture
@@ -163,8 +163,7 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, sta
     ("number", "to_rank"),
     [
         (signal.SIGINT, False),
-        (signal.SIGUSR1, False),
-        pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
+        *(pytest.param(each, False, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
         *(pytest.param(each, True, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
     ],
 )
@@ -183,7 +182,7 @@ def test_a_signal_to_the_launch_or_to_a_rank_stops_and_saves(number, to_rank, fo
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, signal.SIGSEGV, *(pytest.param(each, marks=pytest.mark.full) for each in CRASHES)],
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.full) for each in CRASHES)],
 )
 def test_a_killed_rank_is_named_and_the_others_end(number, folder, start):
     process = start()
