@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shardtrain.elastic.run_files import RunFiles
 NUM_PROCESSES, NUM_THREADS, NUM_EPOCHS = 4, 4, 10
 
 
-def _propose(folder: Path, process: int, answers) -> None:
+def _propose(folder: Path, process: int) -> list[tuple[bytes, ...]]:
     files = RunFiles(folder)
     found: list[tuple[bytes, ...]] = []
     ready = threading.Barrier(NUM_THREADS)
@@ -29,18 +30,14 @@ def _propose(folder: Path, process: int, answers) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    answers.put(found)
+    return found
 
 
 def test_one_of_many_proposals_wins(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=_propose, args=(tmp_path, i, answers)) for i in range(NUM_PROCESSES)]
-    for process in processes:
-        process.start()
-    found = [each for _ in processes for each in answers.get(timeout=60)]
-    for process in processes:
-        process.join()
+    # a process that ends early is an error here, not a wait
+    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        results = pool.map(_propose, [tmp_path] * NUM_PROCESSES, range(NUM_PROCESSES), timeout=180)
+        found = [each for result in results for each in result]
     files = RunFiles(tmp_path)
     assert len(found) == NUM_PROCESSES * NUM_THREADS
     assert set(found) == {tuple(files.read(number) for number in range(1, NUM_EPOCHS + 1))}
