@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation, draw_scenario
 
-from shardtrain.elastic.engine import Checkpoint, Connect, FindCheckpoint, Look, Seen, Tick
+from shardtrain.elastic.engine import Checkpoint, Connect, FindCheckpoint, Look, Propose, Seen, Tick
 from shardtrain.elastic.epoch import Peer, Report
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Chunk, Vote
@@ -151,6 +151,7 @@ def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
     member = Member(Peer(name="a", address=""), Membership(num_slots=2, num_steps=3), None)
     assert FindCheckpoint() in member.handle(0.0, Tick())
     (proposal,) = member.handle(0.1, Checkpoint(3))
+    assert isinstance(proposal, Propose)
     effects = member.handle(0.2, Seen(proposal.epoch))
     assert [type(effect).__name__ for effect in effects if not isinstance(effect, Connect)] == [
         "Restore", "Write", "Over",
