@@ -1,43 +1,34 @@
 """Files of an elastic run: one winner of an epoch, late files, keys, signs of life, checkpoints."""
 
-import multiprocessing
+import json
 import os
 import stat
-import threading
+import subprocess
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from shardtrain.elastic.run_files import RunFiles
 
+PROPOSALS = Path(__file__).parents[1] / "programs" / "elastic_proposals.py"
 NUM_PROCESSES, NUM_THREADS, NUM_EPOCHS = 4, 4, 10
 
 
-def _propose(folder: Path, process: int) -> list[tuple[bytes, ...]]:
-    files = RunFiles(folder)
-    found: list[tuple[bytes, ...]] = []
-    ready = threading.Barrier(NUM_THREADS)
-
-    def propose_all(thread: int) -> None:
-        ready.wait()
-        mine = [files.propose(n, f"{process} {thread} {n}".encode() * 1000) for n in range(1, NUM_EPOCHS + 1)]
-        found.append(tuple(mine))
-
-    threads = [threading.Thread(target=propose_all, args=(i,)) for i in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
 def test_one_of_many_proposals_wins(tmp_path):
-    # a process that ends early is an error here, not a wait
-    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        results = pool.map(_propose, [tmp_path] * NUM_PROCESSES, range(NUM_PROCESSES), timeout=180)
-        found = [each for result in results for each in result]
+    numbers = [str(NUM_THREADS), str(NUM_EPOCHS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROPOSALS), str(tmp_path), str(i), *numbers],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(NUM_PROCESSES)
+    ]
+    outputs = [each.communicate(timeout=180)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0] * NUM_PROCESSES
+    found = [tuple(text.encode() for text in each) for output in outputs for each in json.loads(output)]
     files = RunFiles(tmp_path)
     assert len(found) == NUM_PROCESSES * NUM_THREADS
     assert set(found) == {tuple(files.read(number) for number in range(1, NUM_EPOCHS + 1))}
