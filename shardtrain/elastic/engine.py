@@ -80,7 +80,7 @@ class Wish:
     Args:
       saves: save a checkpoint.
       stops: end the run, with a checkpoint.
-      leaves: leave the run, which goes on.
+      leaves: leave the run, which the other members continue.
       deals: deal slots anew by measured speed.
       speed: the measured speed of this island from now on.
       excluded: members that must go now, because their numbers differ; all engines name the same ones.

@@ -218,7 +218,7 @@ class ElasticIsland:
         self._post(wish)
 
     def run(self) -> str:
-        """Train until the run ends or goes on without this island; return the outcome, see `engine.Over`.
+        """Train until the run ends or this island is no member any more; return the outcome (`engine.Over`).
 
         On SIGTERM the island leaves after its step, and the others repeat nothing.
         """

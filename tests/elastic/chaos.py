@@ -92,7 +92,7 @@ class Run:
         """Wait for the end, and check what the run must show; return the epochs."""
         self.wait_for(lambda: not self.list_living(), seconds)
         outcomes = [each.outcome for each in self.processes if each.popen.returncode == 0]
-        # a run that all have left has stopped before, and others have gone on from its checkpoint
+        # if all members leave, the run stops early, and new islands continue from its checkpoint
         finished = {each for each in outcomes if each.startswith(f"stopped {self.steps} ")}
         assert finished == {f"stopped {self.steps} {train_alone(self.steps)}"}, outcomes
         epochs = list_epochs(RunFiles(self.folder / "elastic"))

@@ -59,7 +59,7 @@ def test_when_all_are_dead_a_new_one_goes_on_from_the_checkpoint(run):
     epochs = run.finish()
     # saved every 20 steps
     assert [epoch.step for epoch in epochs if epoch.founded] == [0, 40]
-    # a run that has ended is not gone on with
+    # a finished run is not continued
     again = run.start()
     run.finish()
     assert again.outcome.startswith("stopped 150 ")

@@ -18,12 +18,9 @@ NUM_PROCESSES, NUM_THREADS, NUM_EPOCHS = 4, 4, 10
 
 def test_one_of_many_proposals_wins(tmp_path):
     numbers = [str(NUM_THREADS), str(NUM_EPOCHS)]
+    words = [sys.executable, str(PROPOSALS), str(tmp_path)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROPOSALS), str(tmp_path), str(i), *numbers],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*words, str(i), *numbers], stdout=subprocess.PIPE, text=True)
         for i in range(NUM_PROCESSES)
     ]
     outputs = [each.communicate(timeout=180)[0] for each in processes]
