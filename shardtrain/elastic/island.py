@@ -220,9 +220,17 @@ class ElasticIsland:
     def run(self) -> str:
         """Train until the run ends or this island is no member any more; return the outcome (`engine.Over`).
 
-        On SIGTERM the island leaves after its step, and the others repeat nothing.
+        On SIGTERM or Ctrl-C the island leaves after its step, and the others repeat nothing; the last one
+        saves. A second signal ends it at once.
         """
-        before = signal.signal(signal.SIGTERM, lambda *_: self.wish(engine.Wish(leaves=True)))
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def leave(number: int, _: Any) -> None:
+            signal.signal(number, before[number])
+            self.wish(engine.Wish(leaves=True))
+
+        for number in before:
+            signal.signal(number, leave)
         thread = threading.Thread(target=self._serve, name="elastic member")
         thread.start()
         try:
@@ -235,7 +243,8 @@ class ElasticIsland:
             self._closing = True
             self._sockets.wake()
             thread.join()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def close(self) -> None:
         """Close the sockets of an island that was never run."""

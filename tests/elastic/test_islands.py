@@ -42,10 +42,11 @@ def test_they_are_killed_frozen_stopped_and_started(tmp_path, warm_python):
     assert "lost" in " ".join(epoch.why for epoch in epochs)
 
 
-def test_one_that_is_asked_to_end_leaves_and_nothing_is_repeated(run):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_asked_to_end_leaves_and_nothing_is_repeated(run, number):
     first, _ = run.start(), run.start()
     run.wait_for(lambda: all(each.is_member for each in run.processes))
-    first.signal(signal.SIGTERM)
+    first.signal(number)
     epochs = run.finish()
     assert first.outcome.startswith("left ")
     assert not any(epoch.repeats for epoch in epochs)
