@@ -231,6 +231,11 @@ class ElasticIsland:
 
         for number in before:
             signal.signal(number, leave)
+        if self.member.number:
+            self._report(
+                f"joins a run of {len(self.member.names)} islands; if none answers for"
+                f" {self.member.options.found_seconds:g} s, continues from the newest checkpoint"
+            )
         thread = threading.Thread(target=self._serve, name="elastic member")
         thread.start()
         try:
