@@ -191,17 +191,19 @@ class ElasticIsland:
         patience_seconds: float = 10.0,
         report: Callable[[str], None] = print,
     ) -> None:
-        self._program, self._save_every = program, save_every
+        self._program, self._save_every, self._num_slots = program, save_every, options.num_slots
         self._report, self._closing = report, False
         self._files = RunFiles(folder / "elastic")
+        # what can fail comes before the sockets
+        newest = self._files.newest()
+        epoch = self._check(read_epoch(self._files, newest)) if newest else None
+        sums, self._sum_tree = jax.tree.flatten(program.compute(0, (0,)))
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._sockets = Transport(
             name, self._files, self._expect, host=host, patience_seconds=patience_seconds
         )
         me = Peer(name=name, address=self._sockets.address, key=self._sockets.public_key)
-        newest = self._files.newest()
-        self.member = Member(me, options, read_epoch(self._files, newest) if newest else None)
-        sums, self._sum_tree = jax.tree.flatten(program.compute(0, (0,)))
+        self.member = Member(me, options, epoch)
         states, self._state_tree = jax.tree.flatten(program.state)
         self._sum_like, self._state_like = (
             [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in each] for each in (sums, states)
@@ -375,12 +377,23 @@ class ElasticIsland:
         like = cut_chunk(shapes, index, num) if isinstance(message, Chunk) else self._sum_like
         return [np.empty(x.shape, x.dtype) for x in like]
 
+    def _check(self, epoch: Epoch) -> Epoch:
+        """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""
+        if epoch.num_slots != self._num_slots:
+            raise ValueError(
+                f"this island has num_slots={self._num_slots}, and the run in {self._files.folder} has"
+                f" {epoch.num_slots}; use num_slots={epoch.num_slots}, or another run folder"
+            )
+        return epoch
+
     def _tell(self, event: engine.Event) -> None:
-        epoch = self.member.epoch
-        for effect in self.member.handle(time.monotonic(), event):
+        before = self.member.epoch
+        effects, new = self.member.handle(time.monotonic(), event), self.member.epoch
+        if new is not None and new is not before:
+            self._check(new)
+        for effect in effects:
             self._perform(effect)
-        if self.member.epoch is not epoch and self.member.epoch is not None:
-            new = self.member.epoch
+        if new is not None and new is not before:
             self._report(f"epoch {new.number} from step {new.step}: {len(new.members)} islands; {new.why}")
 
     def _perform(self, effect: engine.Effect) -> None:

@@ -46,6 +46,7 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path, *, late_seconds: float = 60.0) -> None:
+        self.folder = folder
         self._epochs, self._keys = folder / "epochs", folder / "keys"
         self._alive, self._checkpoints = folder / "alive", folder / "checkpoints"
         self._late_seconds = late_seconds

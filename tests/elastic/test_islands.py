@@ -79,6 +79,13 @@ def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
     island.close()
 
 
+def test_other_slots_than_those_of_the_run_are_refused(run):
+    run.start()
+    run.finish()
+    with pytest.raises(ValueError, match=r"has num_slots=5, and the run in .* has 6; use num_slots=6"):
+        ElasticIsland(run.folder, Toy(), Membership(num_slots=5), host="127.0.0.1")
+
+
 def test_one_that_was_frozen_is_let_go_and_finds_out(run):
     run.start(2)
     run.wait_for(lambda: all(each.is_member for each in run.processes))
