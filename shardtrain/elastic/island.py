@@ -225,7 +225,7 @@ class ElasticIsland:
         On SIGTERM or Ctrl-C the island leaves after its step, and the others repeat nothing; the last one
         saves. A second signal ends it at once.
         """
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before: dict[int, Any] = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
 
         def leave(number: int, _: Any) -> None:
             signal.signal(number, before[number])
