@@ -99,9 +99,9 @@ SECTIONS = {
         more=(PIPELINE,),
     ),
     "failures": Section(
-        about="when a run rolls back, and when a hanging run is ended",
+        about="when a run rolls back, when a hanging run is ended, and islands that come and go",
         shown=("nonfinite", "recovery.spike"),
-        more=("recovery.", "watch."),
+        more=("recovery.", "watch.", "elastic."),
     ),
     "command": Section(about="options of this command"),
 }  # fmt: skip

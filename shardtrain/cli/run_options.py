@@ -39,6 +39,7 @@ FIELDS_WITHOUT_OPTION = (
     *("scaling.warmup", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused"),
     *("optimizer.rates", "optimizer.learning_rate.start", "optimizer.learning_rate.power"),
     *("checkpoints.keep_every", "watch.stall_seconds", "watch.long_seconds"),
+    *("elastic.wait_minutes", "elastic.patience_seconds"),
     *(f"recovery.{name}" for name in ("window", "rollbacks", "straggler")),
     *(f"{ACROSS}first_bucket_bytes", f"{ACROSS}memory", f"{SYNCHRONISATION}outer.nesterov"),
 )
@@ -47,7 +48,7 @@ FIELDS_WITHOUT_OPTION = (
 OF_TRAINING = (
     *("run_dir", "log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "time_limit"),
     *("nonfinite", "sinks", "hook_errors", "replay", "loading.", "checkpoints.", "scaling.", "recovery."),
-    *("watch.", "allow.", "start_from.step", "start_from.adapter", "start_from.upcycle"),
+    *("elastic.", "watch.", "allow.", "start_from.step", "start_from.adapter", "start_from.upcycle"),
     "optimizer.learning_rate.",
 )
 """Paths, or beginnings of paths, of options that change neither a plan nor an inspection of a run."""
@@ -56,6 +57,7 @@ SHORT = {
     "data.paths": "data",
     "optimizer.learning_rate.peak": "learning_rate",
     "start_from.checkpoint": "start_from",
+    "elastic.islands": "elastic",
     f"{SYNCHRONISATION}by": "combine",
     f"{SYNCHRONISATION}on": "combine_on",
     f"{SYNCHRONISATION}every": "local_steps",

@@ -21,6 +21,7 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.batches import Loading
+from shardtrain.elastic.options import Elastic
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 from shardtrain.errors.options import write_compact
@@ -142,6 +143,7 @@ class Run:
       allow: the allowed differences between a checkpoint and the run that reads it.
       recovery: detection of loss spikes, faulty devices and slow islands, and rollbacks.
       watch: time limits after which the watchdog ends a run that hangs.
+      elastic: islands that come and go while the run trains.
       sinks: where metrics are written: jsonl (always), tensorboard, wandb, mlflow. In Python also functions
         (folder, resume_after, report) -> sink.
       hooks: functions of yours that rank 0 calls after steps, log lines, evaluations and saves, and at the
@@ -183,6 +185,7 @@ class Run:
     allow: Allow = Allow()
     recovery: Recovery = Recovery()
     watch: Watch = Watch()
+    elastic: Elastic = Elastic()
     sinks: tuple[str | Callable[..., Any], ...] = DEFAULT_SINKS
     hooks: tuple[Hook, ...] = ()
     hook_errors: HookErrors = "report"
