@@ -21,15 +21,12 @@ optimizer = optax.adamw(3e-3)
 placement = st.make_placement(model, optimizer, layout, mesh)
 batches = st.Batches(source=st.Text(seq=64).train(folder), batch=16)
 
-
-def log(step, metrics):
-    if step % 10 == 0:
-        print(f"step {step}/{STEPS}  loss {float(metrics['loss_sum'] / metrics['count']):.4f}", flush=True)
-
-
 state = st.init_state(model, optimizer, placement, SEED)
-program = st.ElasticProgram(
-    model, st.next_token_loss, optimizer, placement, batches, SLOTS, state, after_step=log
-)
+program = st.ElasticProgram(model, st.next_token_loss, optimizer, placement, batches, SLOTS, state)
 membership = st.Membership(num_slots=SLOTS, num_steps=STEPS)
-print(st.ElasticIsland(folder, program, membership, save_every=50).run())
+with st.ElasticIsland(folder, program, membership, save_every=50) as island:
+    for step in island:
+        if step % 10 == 0:
+            loss = program.metrics["loss_sum"] / program.metrics["count"]
+            print(f"step {step}/{STEPS}  loss {float(loss):.4f}", flush=True)
+print(island.outcome)

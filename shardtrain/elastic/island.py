@@ -7,32 +7,32 @@ answers the others while the first one computes.
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 
 from shardtrain.elastic import engine
 from shardtrain.elastic.epoch import Epoch, Peer
+from shardtrain.elastic.epoch_files import parse_epoch, read_epoch
+from shardtrain.elastic.folder_checkpoints import FolderCheckpoints, SavedProgram
 from shardtrain.elastic.frames import Lost, Received, UnexpectedFrame
-from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Member, Membership, Phase
-from shardtrain.elastic.messages import Chunk, Update, from_header, from_json, to_header, to_json
-from shardtrain.elastic.run_files import RunFiles, SavedCheckpoint
+from shardtrain.elastic.messages import Chunk, Update, from_header, to_header, to_json
+from shardtrain.elastic.run_files import RunFiles
 from shardtrain.elastic.sockets import Transport
-from shardtrain.system.untrusted_files import parse_json
 
 TICK_SECONDS = 1.0
-KEPT_CHECKPOINTS = 2
+POLL_SECONDS = 0.5
 MOST_PARTS = 4096
 """Largest number of parts of a sum that are read: of members of a run."""
 
@@ -60,12 +60,20 @@ class Program(Protocol):
         """Set the state after a step, given the sum over all slots."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Save the state into a new folder."""
+
+class IslandCheckpoints(Protocol):
+    """The checkpoints of an elastic run, which its chief saves."""
+
+    def find(self) -> int:
+        """Return the step of the newest valid checkpoint; 0 if there is none."""
         ...
 
-    def restore(self, folder: Path) -> None:
-        """Set the state that `save` wrote."""
+    def restore(self) -> bool:
+        """Set the program's state to the checkpoint that was found; return False if there was none."""
+        ...
+
+    def save(self, step: int) -> bool:
+        """Save the program's state after a step, as the chief; return False if members changed meanwhile."""
         ...
 
 
@@ -141,43 +149,34 @@ def copy_leaves(tree: Any) -> Arrays:
     return [np.array(x, order="C") for x in jax.tree.leaves(tree)]
 
 
-def parse_epoch(content: bytes) -> Epoch:
-    """Return the epoch of a file.
-
-    Raises:
-      ValueError: the file has another form.
-    """
-    return from_json(parse_json(content.decode()), Epoch, "epoch")
-
-
-def read_epoch(files: RunFiles, number: int) -> Epoch:
-    """Return an epoch of a run, which exists."""
-    return parse_epoch(files.wait_for(number))
-
-
-def list_epochs(files: RunFiles) -> list[Epoch]:
-    """Return all epochs of a run, in order."""
-    return [read_epoch(files, number) for number in range(1, files.newest() + 1)]
-
-
-def list_valid_checkpoints(files: RunFiles) -> list[SavedCheckpoint]:
-    """Return the checkpoints from which the run can go on, by step: of chiefs that were not left behind."""
-    epochs = list_epochs(files)
-    found = [each for each in files.list_checkpoints() if each.epoch <= len(epochs)]
-    return [each for each in found if is_valid_checkpoint(epochs, each.step, each.epoch)]
-
-
 class ElasticIsland:
     """One island of an elastic run: the same losses as one process alone, whoever comes and goes.
+
+    Iterate over it to train; it yields the number of steps done after each step of the run since it joined:
+
+        with ElasticIsland(folder, program, options) as island:
+            for step in island:
+                ...
+        print(island.outcome)
+
+    On SIGTERM or Ctrl-C the island leaves after its step, and the others repeat nothing; the last one saves.
+    A second signal ends it at once.
 
     Args:
       folder: the run folder, which all islands share.
       program: what it trains.
       options: options of the run, equal on all islands.
+      checkpoints: where the chief saves. None takes `FolderCheckpoints`, for which the program must be a
+        `SavedProgram`.
       save_every: number of steps between checkpoints. None saves at the end and where the run waits.
       host: the address at which others reach this one. None takes that of the default route.
       patience_seconds: a member that is silent for longer is let go by the others.
-      report: receives a line for each change of members.
+      report: receives a line for each change of members, on the thread that iterates.
+
+    Attributes:
+      member: the protocol's state.
+      outcome: see `engine.Over`; "" before the end.
+      wants_to_leave: asked about twice a second; once it returns True, the island leaves.
     """
 
     def __init__(
@@ -186,6 +185,7 @@ class ElasticIsland:
         program: Program,
         options: Membership,
         *,
+        checkpoints: IslandCheckpoints | None = None,
         save_every: int | None = None,
         host: str | None = None,
         patience_seconds: float = 10.0,
@@ -193,74 +193,127 @@ class ElasticIsland:
     ) -> None:
         self._program, self._save_every, self._num_slots = program, save_every, options.num_slots
         self._report, self._closing = report, False
-        self._files = RunFiles(folder / "elastic")
+        self.files = RunFiles(folder / "elastic")
         # what can fail comes before the sockets
-        newest = self._files.newest()
-        epoch = self._check(read_epoch(self._files, newest)) if newest else None
+        newest = self.files.newest()
+        epoch = self._check(read_epoch(self.files, newest)) if newest else None
         sums, self._sum_tree = jax.tree.flatten(program.compute(0, (0,)))
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._sockets = Transport(
-            name, self._files, self._expect, host=host, patience_seconds=patience_seconds
+            name, self.files, self._expect, host=host, patience_seconds=patience_seconds
         )
         me = Peer(name=name, address=self._sockets.address, key=self._sockets.public_key)
         self.member = Member(me, options, epoch)
+        if checkpoints is None:
+            assert isinstance(program, SavedProgram), "give checkpoints, or a program with save and restore"
+            checkpoints = FolderCheckpoints(self.files, program, self.member)
+        self._checkpoints = checkpoints
         states, self._state_tree = jax.tree.flatten(program.state)
         self._sum_like, self._state_like = (
             [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in each] for each in (sums, states)
         )
         self._own: tuple[int, Arrays] = -1, []
-        self._checkpoint: SavedCheckpoint | None = None
         self._is_dealt = False
         self._initial: Arrays | None = None
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._work: SimpleQueue[Any] = SimpleQueue()
+        self._next: Any = None
+        self._thread = threading.Thread(target=self._serve, name="elastic member")
+        self._handlers: dict[int, Any] = {}
+        self.outcome = ""
+        self.wants_to_leave: Callable[[], bool] = lambda: False
 
-    def wish(self, wish: engine.Wish) -> None:
-        """Tell the members what this island wants, which happens after a step; any thread may call it."""
-        self._post(wish)
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[number] = signal.signal(number, self._leave_on_signal)
+        self.start()
+        return self
 
-    def run(self) -> str:
-        """Train until the run ends or this island is no member any more; return the outcome (`engine.Over`).
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
-        On SIGTERM or Ctrl-C the island leaves after its step, and the others repeat nothing; the last one
-        saves. A second signal ends it at once.
-        """
-        before: dict[int, Any] = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of steps done after each step."""
+        while (step := self.advance()) is not None:
+            yield step
 
-        def leave(number: int, _: Any) -> None:
-            signal.signal(number, before[number])
-            self.wish(engine.Wish(leaves=True))
-
-        for number in before:
-            signal.signal(number, leave)
+    def start(self) -> None:
+        """Begin to look for the other members."""
         if self.member.number:
             self._report(
                 f"joins a run of {len(self.member.names)} islands; if none answers for"
                 f" {self.member.options.found_seconds:g} s, continues from the newest checkpoint"
             )
-        thread = threading.Thread(target=self._serve, name="elastic member")
-        thread.start()
-        try:
-            while not isinstance(work := self._work.get(), engine.Over):
-                if isinstance(work, BaseException):
-                    raise work
-                self._do(work)
-            return work.outcome
-        finally:
-            self._closing = True
-            self._sockets.wake()
-            thread.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._thread.start()
+
+    def join(self) -> int | None:
+        """Wait until this island is a member with the state of the others.
+
+        Returns:
+          The number of steps done; None if it is over before.
+        """
+        while not isinstance(work := self._take_work(), engine.Compute):
+            if isinstance(work, engine.Over):
+                return None
+            self._do(work)
+        self._next = work
+        return work.step
+
+    def advance(self) -> int | None:
+        """Do the next step with the others, after `join` if this island is no member yet.
+
+        Returns:
+          The number of steps done; None if it is over, see `outcome`.
+        """
+        if self.join() is None:
+            return None
+        while not isinstance(work := self._take_work(), engine.Over):
+            self._do(work)
+            if isinstance(work, engine.Apply):
+                return work.step + 1
+        return None
 
     def close(self) -> None:
-        """Close the sockets of an island that was never run."""
+        """End the connections; an island that is not over is lost for the others."""
+        self._closing = True
+        if self._thread.is_alive():
+            self._sockets.wake()
+            self._thread.join()
         self._sockets.close()
+
+    def wish(self, wish: engine.Wish) -> None:
+        """Tell the members what this island wants, which happens after a step; any thread may call it."""
+        self._post(wish)
 
     # -- the thread that computes --------------------------------------------------------------------------
 
+    def _leave_on_signal(self, number: int, _: Any) -> None:
+        signal.signal(number, self._handlers[number])
+        self.wish(engine.Wish(leaves=True))
+
+    def _take_work(self) -> Any:
+        """Wait for what is to be done next."""
+        found, self._next = self._next, None
+        while found is None:
+            if self.outcome:
+                return engine.Over(self.outcome)
+            if self.wants_to_leave():
+                self.wants_to_leave = lambda: False
+                self.wish(engine.Wish(leaves=True))
+            with suppress(Empty):
+                found = self._work.get(timeout=POLL_SECONDS)
+        if isinstance(found, BaseException):
+            raise found
+        if isinstance(found, engine.Over):
+            self.outcome = found.outcome
+        return found
+
     def _do(self, work: Any) -> None:
         match work:
+            case str():
+                self._report(work)
             case engine.Compute(step, slots):
                 self._compute(step, slots)
             case engine.Apply(step, _, total):
@@ -276,13 +329,15 @@ class ElasticIsland:
                     self._initial = copy_leaves(self._program.state)
                 self._program.state = jax.tree.unflatten(self._state_tree, arrays)
                 self._post(engine.StateReceived(peer, step))
+            case engine.FindCheckpoint():
+                self._post(engine.Checkpoint(self._checkpoints.find()))
             case engine.Restore():
-                if self._checkpoint is not None:
-                    self._program.restore(self._checkpoint.folder)
-                elif self._initial is not None:
+                if not self._checkpoints.restore() and self._initial is not None:
                     self._program.state = jax.tree.unflatten(self._state_tree, self._initial)
             case engine.Write(step):
-                self._write(step)
+                if not self._checkpoints.save(step):
+                    self._report(f"step {step} is not saved: the members changed meanwhile")
+                    self.wish(engine.Wish(saves=True))
 
     def _compute(self, step: int, slots: tuple[int, ...]) -> None:
         self._initial = None
@@ -299,18 +354,6 @@ class ElasticIsland:
             self.wish(engine.Wish(speed=max(1, speed), deals=not self._is_dealt))
             self._is_dealt = True
         self._post(engine.Computed(step, slots, FlatSum(self._own[1])))
-
-    def _write(self, step: int) -> None:
-        with self._files.new_checkpoint() as folder:
-            self._program.save(folder)
-            # read after the state is written: a chief that was left behind meanwhile commits nothing
-            number = self.member.fence
-            if number is None or not self._files.commit_checkpoint(number, step, folder):
-                self._report(f"step {step} is not saved: the members changed meanwhile")
-                self.wish(engine.Wish(saves=True))
-                return
-        for old in list_valid_checkpoints(self._files)[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old.folder, ignore_errors=True)
 
     # -- the thread of the member --------------------------------------------------------------------------
 
@@ -340,13 +383,13 @@ class ElasticIsland:
 
     def _show_life(self) -> float:
         if self.member.phase is Phase.JOIN:
-            return self._files.idle_seconds()
-        self._files.touch_alive(self.member.me.name)
+            return self.files.idle_seconds()
+        self.files.touch_alive(self.member.me.name)
         return 0.0
 
     def _take(self, found: Received | Lost) -> None:
         if isinstance(found, Lost):
-            self._report(f"{found.peer}: {found.reason}")
+            self._work.put(f"{found.peer}: {found.reason}")
             self._tell(engine.Lost(found.peer, found.closed))
         elif "state" in found.header:
             # one that was the donor before may still send its state, which is older
@@ -381,7 +424,7 @@ class ElasticIsland:
         """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""
         if epoch.num_slots != self._num_slots:
             raise ValueError(
-                f"this island has num_slots={self._num_slots}, and the run in {self._files.folder} has"
+                f"this island has num_slots={self._num_slots}, and the run in {self.files.folder} has"
                 f" {epoch.num_slots}; use num_slots={epoch.num_slots}, or another run folder"
             )
         return epoch
@@ -394,7 +437,7 @@ class ElasticIsland:
         for effect in effects:
             self._perform(effect)
         if new is not None and new is not before:
-            self._report(f"epoch {new.number} from step {new.step}: {len(new.members)} islands; {new.why}")
+            self._work.put(f"epoch {new.number} from step {new.step}: {len(new.members)} islands; {new.why}")
 
     def _perform(self, effect: engine.Effect) -> None:
         match effect:
@@ -405,13 +448,10 @@ class ElasticIsland:
             case engine.Connect(peers):
                 self._sockets.connect(peers)
             case engine.Look(number):
-                if (newest := self._files.newest()) >= number:
-                    self._events.put(engine.Seen(read_epoch(self._files, newest)))
+                if (newest := self.files.newest()) >= number:
+                    self._events.put(engine.Seen(read_epoch(self.files, newest)))
             case engine.Propose(epoch):
-                content = self._files.propose(epoch.number, json.dumps(to_json(epoch)).encode())
+                content = self.files.propose(epoch.number, json.dumps(to_json(epoch)).encode())
                 self._events.put(engine.Seen(parse_epoch(content)))
-            case engine.FindCheckpoint():
-                self._checkpoint = next(reversed(list_valid_checkpoints(self._files)), None)
-                self._events.put(engine.Checkpoint(self._checkpoint.step if self._checkpoint else 0))
             case _:
                 self._work.put(effect)

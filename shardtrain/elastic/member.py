@@ -256,8 +256,10 @@ class Member:
                 self._cut_since = None
             elif self._cut_since is None:
                 self._cut_since = self._now
+            # processes that have ended cannot come back; others may be at the other side of a cut network
+            have_ended = set(self.names) <= self._closed
             is_alone = set(self.names) <= self._lost
-            if is_alone and (self.epoch is None or idle_seconds >= self.options.found_seconds):
+            if have_ended or (is_alone and idle_seconds >= self.options.found_seconds):
                 self._founds = self.number
                 self._do(FindCheckpoint())
             elif self._cut_since is not None and self._now > self._cut_since + 2 * self.options.found_seconds:

@@ -1,10 +1,10 @@
-"""The step of a mesh for an elastic run: slots are equal parts of the rows of a batch.
+"""The step of a mesh for an elastic run: slots are parts of the rows of a batch, as equal as they can be.
 
 Next: `elastic/island.py`, which asks for slots and for updates.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.data.batches import Batches, Position
-from shardtrain.data.placement import place
+from shardtrain.data.loader import Loader, batch_shard
+from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
@@ -42,13 +43,16 @@ class ElasticProgram:
       optimizer: any optax transformation.
       placement: the placement on this island's mesh; meshes of islands may differ.
       batches: the whole batches, equal on all islands, from their first one on.
-      num_slots: number of slots of a batch; it divides the rows.
+      num_slots: number of slots of a batch; at most its rows.
       state: the state before the first step, of `init_state`; equal seeds make equal states.
-      after_step: called with the number of steps done and the metrics of `make_step`, on each island.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+
+    Attributes:
+      metrics: of the last step, as those of `make_step`; {} before the first.
 
     Raises:
-      ValueError: rows do not divide, the model has a state such as running statistics, or another combiner
-        than the mean.
+      ValueError: there are more slots than rows, the model has a state such as running statistics, another
+        combiner than the mean, or the samples are of a stream.
     """
 
     def __init__(
@@ -60,25 +64,24 @@ class ElasticProgram:
         batches: Batches,
         num_slots: int,
         state: State,
-        after_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
+        learning_rate: optax.Schedule | None = None,
     ) -> None:
         problems = []
-        if batches.batch % num_slots:
-            problems.append(
-                f"{num_slots} slots do not divide a batch of {batches.batch} rows:"
-                f" {batches.batch} % {num_slots} = {batches.batch % num_slots}"
-            )
+        if num_slots > batches.batch:
+            problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
         if state.model_state:
             problems.append("the model has a state, such as running statistics; use a norm without them")
         if not placement.synchronisation.is_mean:
             problems.append("replicas are combined by another combiner; use the mean, the default")
+        if getattr(batches.source, "is_stream", False):
+            problems.append("the samples are of a stream, of which no batch can be read again; use a file")
         refuse("an elastic run cannot train this", problems)
-        self._placement, self._state, self._after_step = placement, state, after_step
-        self._rows = batches.batch // num_slots
-        self._batches = [
-            replace(batches, rows=range(slot * self._rows, (slot + 1) * self._rows))
-            for slot in range(num_slots)
-        ]
+        self._placement, self._state = placement, state
+        self._batches = batches
+        self._loaders = _make_loaders(batches, num_slots, placement)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
+        self._ahead: dict[tuple[int, int], Future[Any]] = {}
+        self.metrics: Metrics = {}
         gradients = make_gradients(model, loss, placement, mean=False)
 
         def compute(state: State, batch: Batch, first_row: jax.Array) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class ElasticProgram:
             def apply(state: State) -> State:
                 return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
 
-            return keep_unless_skipped(apply, placement, state, metrics, None)
+            return keep_unless_skipped(apply, placement, state, metrics, learning_rate)
 
         whole, options = NamedSharding(placement.mesh, PartitionSpec()), placement.compiler_options
         self._compute = jax.jit(
@@ -108,42 +111,73 @@ class ElasticProgram:
             compiler_options=options,
         )
         # compiled before the island joins, as the others would wait for it
-        total = jax.eval_shape(self._compute, state, self._load(0, 0), np.uint32(0))
+        total = jax.eval_shape(self._compute, state, self._place(0, self._load(0, 0)), np.uint32(0))
         self._update = updated.lower(state, total).compile()
 
     @property
     def state(self) -> State:
-        """The state after the steps so far; numpy arrays may be set."""
+        """The state after the steps so far; numpy arrays may be set, and None frees it."""
+        assert self._state is not None
         return self._state
 
     @state.setter
-    def state(self, state: State) -> None:
-        self._state = jax.device_put(state, self._placement.state)
+    def state(self, state: State | None) -> None:
+        self._state = None if state is None else jax.device_put(state, self._placement.state)
+
+    def find_position(self, step: int) -> Position:
+        """Return the position in the data of the batch of a step."""
+        return self._batches.advance(Position(epoch=0, index=0), step)
 
     def compute(self, step: int, slots: Sequence[int]) -> dict[str, Any]:
         """Return loss, count, metrics and gradients, summed over the rows of some slots."""
+        taken = [(slot, self._take(step, slot)) for slot in slots]
+        self._load_ahead(step + 1, slots)
         found = (
-            self._compute(self._state, self._load(step, slot), np.uint32(slot * self._rows)) for slot in slots
+            self._compute(self.state, self._place(slot, batch), np.uint32(self._loaders[slot].shard().start))
+            for slot, batch in taken
         )
         return reduce(self._add, found)
 
     def apply(self, step: int, total: dict[str, Any]) -> None:
         """Update the state by the sums over a whole batch."""
-        self._state, metrics = self._update(self._state, total)
-        self._after_step(step + 1, metrics)
+        self._state, self.metrics = self._update(self.state, total)
 
     def save(self, folder: Path) -> None:
         """Save the state into a folder, by Orbax."""
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder.resolve() / "state", self._state)
+            checkpointer.save(folder.resolve() / "state", self.state)
 
     def restore(self, folder: Path) -> None:
         """Set the state that `save` wrote, also on another mesh."""
         with ocp.StandardCheckpointer() as checkpointer:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state)
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
             self._state = checkpointer.restore(folder.resolve() / "state", like)
 
-    def _load(self, step: int, slot: int) -> Batch:
-        batches = self._batches[slot]
-        batch = batches.load(batches.advance(Position(epoch=0, index=0), step))
-        return place(batch, self._placement.mesh, self._placement.layout.batch_axes)
+    def _take(self, step: int, slot: int) -> Any:
+        ahead = self._ahead.pop((step, slot), None)
+        return self._load(step, slot) if ahead is None else ahead.result()
+
+    def _load_ahead(self, step: int, slots: Sequence[int]) -> None:
+        """Load the same slots of the next step while this one is computed."""
+        # what others computed after all, or what a state from elsewhere has skipped
+        self._ahead = {key: ahead for key, ahead in self._ahead.items() if key[0] == step}
+        if self._background is not None:
+            self._ahead |= {(step, slot): self._background.submit(self._load, step, slot) for slot in slots}
+
+    def _load(self, step: int, slot: int) -> Any:
+        return self._loaders[slot].batches.load(self.find_position(step))
+
+    def _place(self, slot: int, batch: Any) -> Batch:
+        return self._loaders[slot].place(batch)
+
+
+def _make_loaders(batches: Batches, num_slots: int, placement: Placement) -> list[Loader]:
+    """Return the loader of each slot; all are padded to the same rows, so one program computes them."""
+    mesh, axes = placement.mesh, placement.layout.batch_axes
+    rows = [batches.batch // num_slots + (slot < batches.batch % num_slots) for slot in range(num_slots)]
+    capacity = RowSplit.of(mesh.shape, axes, 1).pad_rows(rows[0])
+    whole = Loader(batches, {}, mesh, axes, microbatches=1)
+    return [
+        whole.replace_shards({batches.batch: batch_shard(rows, slot, mesh, axes, 1, capacity=capacity)})
+        for slot in range(num_slots)
+    ]

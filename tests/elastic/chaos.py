@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from elastic_island import PATIENCE_SECONDS, SLOTS, train_alone
 
-from shardtrain.elastic.island import list_epochs
+from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.ledger import list_ledger
 from shardtrain.elastic.run_files import RunFiles
 

@@ -71,6 +71,7 @@ def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
     """Also by an island that has received the state of one that died since."""
     island = ElasticIsland(tmp_path, toy := Toy(), Membership(num_slots=SLOTS), host="127.0.0.1")
     later = jax.tree.leaves({"x": np.full(SIZE, 3), "step": np.array(5)})
+    island._checkpoints.find()
     island._do(StateArrived("a", 5, later))
     assert toy.state["step"] == 5
     island._do(Restore(0))

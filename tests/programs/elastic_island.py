@@ -72,5 +72,7 @@ if __name__ == "__main__":
         report=say,
     )  # fmt: skip
     say(f"name {island.member.me.name}")
-    outcome = island.run()
-    say(f"outcome {outcome} {toy.state['step']} {toy.state['x'].sum()}")
+    with island:
+        for _ in island:
+            pass
+    say(f"outcome {island.outcome} {toy.state['step']} {toy.state['x'].sum()}")

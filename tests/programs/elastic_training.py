@@ -48,13 +48,11 @@ if __name__ == "__main__":
     names.mkdir(exist_ok=True)
     (names / f"pid-{sys.argv[2]}").write_text(str(os.getpid()))
 
-    def log(step, metrics):
-        time.sleep(0.03)
-        output.write(json.dumps([step, float(metrics["loss_sum"] / metrics["count"])]) + "\n")
-
     with (folder / f"losses-{sys.argv[2]}.jsonl").open("w", buffering=1) as output:
-        program = st.ElasticProgram(
-            model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state, after_step=log
-        )
+        program = st.ElasticProgram(model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state)
         membership = st.Membership(num_slots=SLOTS, num_steps=STEPS, min_members=2, minority_seconds=1.0)
-        st.ElasticIsland(folder, program, membership, host="127.0.0.1").run()
+        with st.ElasticIsland(folder, program, membership, host="127.0.0.1") as island:
+            for step in island:
+                loss = program.metrics["loss_sum"] / program.metrics["count"]
+                output.write(json.dumps([step, float(loss)]) + "\n")
+                time.sleep(0.03)

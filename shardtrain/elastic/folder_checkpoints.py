@@ -1,0 +1,68 @@
+"""Checkpoints of a loop of one's own, in the folder of an elastic run. `train` has its own."""
+
+import shutil
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.ledger import is_valid_checkpoint
+from shardtrain.elastic.member import Member
+from shardtrain.elastic.run_files import RunFiles, SavedCheckpoint
+
+KEPT_CHECKPOINTS = 2
+
+
+@runtime_checkable
+class SavedProgram(Protocol):
+    """A program that saves its state."""
+
+    def save(self, folder: Path) -> None:
+        """Save the state into a new folder."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Set the state that `save` wrote."""
+        ...
+
+
+class FolderCheckpoints:
+    """Checkpoints in `RUN/elastic/checkpoints`; see `island.IslandCheckpoints`.
+
+    Args:
+      files: the run folder.
+      program: whose state is saved.
+      member: the island, which knows whether it is the chief.
+    """
+
+    def __init__(self, files: RunFiles, program: SavedProgram, member: Member) -> None:
+        self._files, self._program, self._member = files, program, member
+        self._found: SavedCheckpoint | None = None
+
+    def find(self) -> int:
+        """Return the step of the newest valid checkpoint; 0 if there is none."""
+        self._found = next(reversed(self._list_valid()), None)
+        return self._found.step if self._found else 0
+
+    def restore(self) -> bool:
+        """Set the program's state to the checkpoint that was found; return False if there was none."""
+        if self._found is not None:
+            self._program.restore(self._found.folder)
+        return self._found is not None
+
+    def save(self, step: int) -> bool:
+        """Save the program's state after a step; return False if members changed meanwhile."""
+        with self._files.new_checkpoint() as folder:
+            self._program.save(folder)
+            # read after the state is written: a chief that was left behind meanwhile commits nothing
+            number = self._member.fence
+            if number is None or not self._files.commit_checkpoint(number, step, folder):
+                return False
+        for old in self._list_valid()[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old.folder, ignore_errors=True)
+        return True
+
+    def _list_valid(self) -> list[SavedCheckpoint]:
+        """List the checkpoints from which the run can go on, by step: of chiefs that were not left behind."""
+        epochs = list_epochs(self._files)
+        found = [each for each in self._files.list_checkpoints() if each.epoch <= len(epochs)]
+        return [each for each in found if is_valid_checkpoint(epochs, each.step, each.epoch)]
