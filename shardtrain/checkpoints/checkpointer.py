@@ -93,6 +93,10 @@ class Checkpoints:
         """The folders that may hold checkpoints, the fastest first."""
         return self._folders.all
 
+    def set_fence(self, may_finish: Callable[[], bool]) -> None:
+        """Set what is asked, in the background, before a saved step gets its name; if False, the save fails."""
+        self._saver.may_finish = may_finish
+
     def latest(self) -> int | None:
         """Return the newest step of which this part is finished, or None; call `wait` to finish a save."""
         return self._saver.latest

@@ -67,6 +67,7 @@ class Saver:
 
     Attributes:
         latest: the newest step of which this part is finished; None before the first.
+        may_finish: asked before a step gets its name, in the background; if False, the save fails.
     """
 
     def __init__(self, folders: CheckpointFolders, report: Callable[[str], None]) -> None:
@@ -76,6 +77,7 @@ class Saver:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
         self._confirmed: int | None = None
+        self.may_finish: Callable[[], bool] = lambda: True
         self._deleting: Future[list[str]] | None = None
 
     def start(
@@ -144,6 +146,8 @@ class Saver:
             if not is_primary():
                 return []
             manifests.write_manifest(folders.partial(step), replace(manifest, saved_seconds=time.time()))
+            if not self.may_finish():
+                raise RuntimeError("this process may not save any more: others train the run without it")
             folders.finish(step)
         except BaseException:
             self._delete_partial(step)

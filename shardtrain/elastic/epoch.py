@@ -152,7 +152,9 @@ def found_epoch(number: int, founder: Peer, step: int, num_slots: int) -> Epoch:
     return Epoch(number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True)
 
 
-def next_epoch(epoch: Epoch, reports: Mapping[str, Report], joiners: Mapping[str, Peer]) -> Epoch | None:
+def next_epoch(
+    epoch: Epoch, reports: Mapping[str, Report], joiners: Mapping[str, Peer], most: int | None = None
+) -> Epoch | None:
     """Return the epoch that follows from the reports of all living members.
 
     A member applies a step once all members hold its sum. So if one that reports does not hold it, nobody has
@@ -163,6 +165,7 @@ def next_epoch(epoch: Epoch, reports: Mapping[str, Report], joiners: Mapping[str
       epoch: the epoch that ends.
       reports: name -> report of each living member.
       joiners: islands to let in, which have the state.
+      most: largest number of members; None has no limit.
 
     Returns:
       None if no living member has the right state.
@@ -188,6 +191,7 @@ def next_epoch(epoch: Epoch, reports: Mapping[str, Report], joiners: Mapping[str
     ]
     lost = {name for report in whole.values() for name in report.lost}
     new = [] if stops else [peer for name, peer in joiners.items() if name not in lost | excluded]
+    new = new if most is None else new[: max(most - len(members), 0)]
     repeats = not stops and any(report.begun and report.step == step for report in whole.values())
     speeds = {member.name: member.speed for member in [*members, *new]}
     slots = deal(epoch.num_slots, speeds, epoch.slots_of(step) if repeats else {})

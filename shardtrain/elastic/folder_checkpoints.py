@@ -38,6 +38,9 @@ class FolderCheckpoints:
         self._files, self._program, self._member = files, program, member
         self._found: SavedCheckpoint | None = None
 
+    def check_others(self) -> None:
+        """Do nothing: what a loop of one's own trains is its own matter."""
+
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; 0 if there is none."""
         self._found = next(reversed(self._list_valid()), None)

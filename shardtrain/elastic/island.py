@@ -64,6 +64,10 @@ class Program(Protocol):
 class IslandCheckpoints(Protocol):
     """The checkpoints of an elastic run, which its chief saves."""
 
+    def check_others(self) -> None:
+        """Raise ValueError if this island does not fit the run; called before it takes the others' state."""
+        ...
+
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; 0 if there is none."""
         ...
@@ -324,6 +328,7 @@ class ElasticIsland:
                 arrays = copy_leaves(self._program.state)
                 self._post(StateArrived(peer, step, arrays))
             case StateArrived(peer, step, arrays):
+                self._checkpoints.check_others()
                 if self._initial is None:
                     # without a checkpoint a run that all others have left is founded at its begin
                     self._initial = copy_leaves(self._program.state)

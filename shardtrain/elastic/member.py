@@ -45,6 +45,7 @@ class Membership:
       num_slots: number of equal parts of a batch, which members share.
       num_steps: number of steps of the run. None trains until a member wishes to stop.
       min_members: with fewer, members save and wait for joiners.
+      max_members: further islands watch, and take the place of one that is lost. None has no limit.
       wait_seconds: longest time with fewer members than that.
       minority_seconds: members that may be the smaller side of a cut network wait this long before they
         propose an epoch.
@@ -56,6 +57,7 @@ class Membership:
     num_slots: int
     num_steps: int | None = None
     min_members: int = 1
+    max_members: int | None = None
     wait_seconds: float = 600.0
     minority_seconds: float = 10.0
     found_seconds: float = 90.0
@@ -336,7 +338,16 @@ class Member:
 
     @property
     def _wants_change(self) -> bool:
-        return self._leaves or self._deals or any(join.ready for join in self._joins.values())
+        return self._leaves or self._deals or (self._has_room and self._has_ready)
+
+    @property
+    def _has_ready(self) -> bool:
+        return any(join.ready for join in self._joins.values())
+
+    @property
+    def _has_room(self) -> bool:
+        most = self.options.max_members
+        return most is None or len(self.names) < most
 
     def _wait(self) -> bool:
         """With too few members nobody computes, so a change needs no vote."""
@@ -438,7 +449,7 @@ class Member:
         if self._proposed or living[0] != self.me.name or None in reports.values() or self._must_wait(living):
             return False
         joiners = {name: join.peer for name, join in self._joins.items() if join.ready}
-        proposal = next_epoch(self.epoch, reports, joiners)
+        proposal = next_epoch(self.epoch, reports, joiners, self.options.max_members)
         if proposal is None:
             return self._end("no state")
         self._proposed = True

@@ -17,8 +17,8 @@ class Elastic:
     Args:
       islands: fewest and most islands that train together, such as 2..5. With fewer, the run saves and waits
         for others. Empty disables it.
-      slots: number of equal parts of a batch that islands share by speed; at least the most islands. None
-        takes the smallest number that divides the batch and is at least twice the most islands.
+      slots: number of parts of a batch that islands share by speed, at least the most islands; they are its
+        microbatches. None takes about twice the most islands.
       wait_minutes: longest time with fewer islands than that, after which the run ends with exit code 75.
       patience_seconds: an island that is silent for longer is let go by the others.
 
@@ -70,28 +70,28 @@ class Elastic:
         """Most islands; 0 if the run is not elastic."""
         return int(self.islands.rpartition("..")[2] or 0)
 
-    def choose_slots(self, batch: int) -> int:
+    def choose_slots(self, batch: int, microbatches: int = 1) -> int:
         """Return the number of slots of a batch.
 
         Args:
           batch: rows of a batch.
+          microbatches: number of parts in which the batch fits into memory.
 
         Raises:
-          ValueError: the slots do not divide the batch, or it has fewer rows than islands.
+          ValueError: the batch has fewer rows than slots.
 
         >>> [Elastic(islands=islands).choose_slots(48) for islands in ("1..1", "2..5", "1..30")]
         [2, 12, 48]
         """
-        divisors = [number for number in range(1, batch + 1) if batch % number == 0]
-        if self.slots is None:
-            slots = next((each for each in divisors if each >= 2 * self.most), batch)
-        else:
-            slots = self.slots
-        if slots not in divisors or slots < self.most:
-            use = [each for each in divisors if each >= self.most][:4]
-            fix = f"use --elastic.slots {' or '.join(map(str, use))}" if use else "use a larger batch"
+        slots, least = self.slots, min(max(2 * self.most, microbatches), batch)
+        if slots is None:
+            # equal ones, if there are not many more of them
+            slots = next((each for each in range(least, 2 * least) if batch % each == 0), least)
+        if not max(self.most, microbatches) <= slots <= batch:
             raise ValueError(
-                f"a batch of {batch} rows has no {max(slots, self.most)} equal slots for up to {self.most}"
-                f" islands; {fix}"
+                f"a batch of {batch} rows has {slots} slots, for up to {self.most} islands and {microbatches}"
+                f" microbatches; use --elastic.slots {max(self.most, microbatches)} to {batch}"
+                if max(self.most, microbatches) <= batch
+                else f"a batch of {batch} rows is too small for {max(self.most, microbatches)} slots"
             )
         return slots

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardtrain.system.atomic_write import create_file, sync
 from shardtrain.system.untrusted_files import name_problem, read_bytes
@@ -138,6 +138,9 @@ class RunFiles:
         return self._wait(
             lambda: self.find_owner(public_key), f"{self._keys} lists no island with the key {public_key}"
         )
+
+    def describe_member(self, name: str, facts: Any) -> None:
+        pass
 
     def touch_alive(self, name: str) -> None:
         """Show that a member is alive."""

@@ -27,8 +27,12 @@ class LockHeld(ValueError):
 
 
 @contextmanager
-def hold_lock(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of a folder within this context, or none if the file system cannot lock or is full.
+
+    Args:
+        folder: an existing folder.
+        shared: let other processes hold it too that share it.
 
     Raises:
         Locked: another process holds it.
@@ -46,7 +50,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
         return
     try:
         try:
-            _lock(file)
+            _lock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         except BlockingIOError:
             raise LockHeld(f"another process holds the lock of {folder}") from None
         except OSError as error:
@@ -74,9 +78,9 @@ def _open(path: Path) -> int | None:
         return None
 
 
-def _lock(file: int) -> None:
+def _lock(file: int, kind: int) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno != errno.EBADF:
             raise

@@ -29,26 +29,47 @@ class RunConsole:
     Args:
       console: where to print; None means the terminal.
       islands: the islands of the run; None for a run of one island.
+      holds: whether to keep all text until `release`, because it is not known yet which process prints.
     """
 
-    def __init__(self, console: Console | None, islands: Islands | None) -> None:
+    def __init__(self, console: Console | None, islands: Islands | None, *, holds: bool = False) -> None:
         escape_unencodable()
         is_first = jax.process_index() == 0 if islands is None else islands.is_first
         self.console = (console or Console()) if is_first else Console(quiet=True)
         self._name = None if is_first or islands is None else islands.control.names[islands.environment.rank]
         self._pending: list[str] = []
+        self._holds, self._was_quiet = holds, self.console.quiet
         self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._holds:
+            self.release(True)
         for text in self._pending:
             self.say(text)
+        self.console.quiet = self._was_quiet
 
     def say(self, text: str) -> None:
         """Print text at once."""
-        say(self.console, text)
+        if self._holds:
+            self._pending.append(text)
+        else:
+            say(self.console, text)
+
+    def release(self, is_first: bool, name: str = "") -> None:
+        """Print what was held if this process prints for all; else forget it."""
+        if self._holds:
+            self._holds = False
+            pending, self._pending = self._pending, []
+            for text in pending if is_first else ():
+                self.say(text)
+        self.show(is_first, name)
+
+    def show(self, is_first: bool, name: str = "") -> None:
+        """Print from now on if this process prints for all; else only warnings, under a name."""
+        self.console.quiet, self._name = not is_first, None if is_first else name
 
     def note(self, text: str) -> None:
         """Print a note or a warning above the progress display, or keep it until there is one."""

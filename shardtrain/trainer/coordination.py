@@ -98,6 +98,8 @@ class Coordination:
       stragglers: receives the step time of every rank; None disables it.
       timer: measures this rank's own work in a step.
       owners: the transfers to the owners of all blocks of this stage; None without stages.
+      is_chief: returns whether this island writes for all, in a run whose islands come and go, of which each
+        does what a run of one island does; None in other runs.
     """
 
     islands: Islands | None = None
@@ -106,6 +108,7 @@ class Coordination:
     stragglers: Stragglers | None = None
     timer: StepTimer = field(default_factory=StepTimer)
     owners: OwnerTransfers | None = None
+    is_chief: Callable[[], bool] | None = None
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -126,6 +129,8 @@ class Coordination:
     @property
     def is_first(self) -> bool:
         """Whether this process prints and writes metrics for all."""
+        if self.is_chief is not None:
+            return self.is_chief()
         return jax.process_index() == 0 if self.islands is None else self.islands.is_first
 
     @property
@@ -141,6 +146,8 @@ class Coordination:
     @property
     def writes(self) -> bool:
         """Whether this island saves the arrays that all replicas (of its stage) have in common."""
+        if self.is_chief is not None:
+            return self.is_chief()
         return (self.island if self.grid is None else self.grid.replica) == 0
 
     def split(
@@ -246,6 +253,9 @@ class Coordination:
           own: vote of this rank.
           at_barrier: whether islands exchange anything after this step; one island votes after each.
         """
+        if self.is_chief is not None:
+            # the islands have agreed on stops and saves within the step
+            return VoteResult(own._replace(stop=0, save=False))
         if self.islands is None:
             return VoteResult(own)
         if not at_barrier:

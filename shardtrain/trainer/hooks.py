@@ -91,7 +91,7 @@ class Hooks:
         ends the run.
       report: receives warnings.
       activity: what this process is doing, for its watchdog.
-      is_first: whether this is rank 0; the hooks of other ranks are not called.
+      is_first: returns whether this is rank 0; the hooks of other ranks are not called.
 
     Attributes:
       has_save: whether a hook has `on_save`; the same on all ranks.
@@ -103,9 +103,9 @@ class Hooks:
         errors: HookErrors = "report",
         report: Callable[[str], None] = _LOG.warning,
         activity: ActivityRecord | None = None,
-        is_first: bool = True,
+        is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._hooks = tuple(hooks) if is_first else ()
+        self._hooks, self._is_first = tuple(hooks), is_first
         self._errors, self._report, self._activity = errors, report, activity or ActivityRecord()
         self._num_failed: Counter[str] = Counter()
         self._last_save, self._last_step = -1, 0
@@ -151,7 +151,7 @@ class Hooks:
                 self._report(f"WARNING: {name} raised {number} exceptions in all; the first is above")
 
     def _call(self, event: str, step: int, *values: Any) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks if self._is_first() else ():
             function = getattr(hook, event)
             if function is None:
                 continue

@@ -20,6 +20,7 @@ from shardtrain.report.sinks.sink import Sink
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
+from shardtrain.trainer.elastic_run import IslandEnded
 from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.metric_log import MetricLog
@@ -80,11 +81,16 @@ class _Loop:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
         self.check_is_due = False
         self.saving: int | None = None
+        if self.prepared.elastic is not None:
+            self.prepared.elastic.save_state = self._save_written
 
     def train(self) -> None:
         """Train until the last step is done or all islands have voted to stop."""
         while self.done < self.last_step:
-            self._step()
+            try:
+                self._step()
+            except IslandEnded:
+                break
             result = self._vote()
             is_last = self.done == self.last_step
             every = round_evaluation_interval(self.run)
@@ -174,6 +180,11 @@ class _Loop:
             note(f"WARNING: {voted.slow}")
         return voted.vote
 
+    def _save_written(self) -> None:
+        """Save the newest step, with all metrics so far written."""
+        self.log.catch_up(keep_newest=False)
+        self._save_and_continue()
+
     def _save_and_continue(self) -> None:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
         with self.session.untimed(), self.session.activity.at("saving", long=True, kind="save"):
@@ -206,6 +217,9 @@ class _Loop:
         """
         log, recovers = self.log, self.run.recovery.spike or self.run.nonfinite == "roll_back"
         log.finish()
+        elastic = self.prepared.elastic
+        if elastic is not None:
+            self.state = elastic.finish()
         if recovers and self._any_rank("a bad step", log.fault is not None):
             raise log.fault or RollBack(self.done, f"a step up to {self.done} was bad on another island")
         # nothing was trained, so there is nothing to judge or to save
@@ -220,7 +234,7 @@ class _Loop:
         # save the last step unless that is done; all ranks take part in synchronising the state before
         with self.session.activity.at("saving the last step", long=True, kind="save"):
             self.checkpoints.settle()
-            unsaved = self.checkpoints.latest() != self.done
+            unsaved = self.checkpoints.latest() != self.done and (elastic is None or elastic.may_write())
             if self._any_rank("the last step is not saved", unsaved):
                 self._synchronise()
             if unsaved:
@@ -254,6 +268,8 @@ class _Loop:
         self._report_awaited_save()
         self.saving = step
         extra = {**self.extra, **self.prepared.shares.saved(), "position": self.position}
+        if self.prepared.elastic is not None:
+            extra |= self.prepared.elastic.saved(step)
         extra[WALL_SECONDS] = self.session.totals.wall_seconds()
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}

@@ -7,13 +7,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from shardtrain.data import Batch, Loader
+from shardtrain.data import Batch, Batches, Loader
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guard_loss
@@ -36,6 +36,7 @@ from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
+from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader, prepare_elastic
 from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 from shardtrain.trainer.island_run import make_island_run
@@ -89,6 +90,8 @@ class PreparedRun:
       feed: the batches of this process's rows.
       expected: the facts that batches are checked against.
       mark: marks programs before they first run.
+      elastic: this island of a run whose islands come and go; else None.
+      facts: what all islands must have in common.
       step: (state, batch) -> (state, metrics); compiled when it is first called.
       island_step: the same step of several islands; None for a run of one island.
       barriers: the steps after which islands synchronise.
@@ -113,9 +116,14 @@ class PreparedRun:
         stack.enter_context(noting(output.note))
         source = self._set_up(run)
         run, setup = self.run, self.setup
-        self.coordination = coordination = _make_coordination(run, setup, islands)
-        stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
         batches = make_batches(run, source)
+        self.elastic: ElasticRun | None = None
+        if run.elastic.islands:
+            assert isinstance(batches, Batches)
+            self.elastic = ElasticRun(run, folder, setup, batches, output)
+            stack.callback(self.elastic.close)
+        self.coordination = coordination = _make_coordination(run, setup, islands, self.elastic)
+        stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
         self.shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
         loader = self.shares.loader(batches)
         # refuse a first batch that cannot be split or learned from before anything compiles
@@ -137,6 +145,8 @@ class PreparedRun:
             loader = fit_to_memory(
                 coordination, self.shares, loader, self.island_step, self.wanted, self._batch, output.note
             )
+        if self.elastic is not None:
+            loader = PositionLoader(**{each.name: getattr(loader, each.name) for each in fields(Loader)})
         self.feed = Feed(loader, self._make_later_loaders(source))
         self.init = self.mark.first_run("the initial state", self._init)
 
@@ -161,6 +171,8 @@ class PreparedRun:
     def _set_up(self, given: Run) -> Any:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
         coordination, output = self.coordination, self._output
+        if given.elastic.islands:
+            given = prepare_elastic(given, coordination.islands is not None)
         run = make_island_run(given, coordination, output)
         # the description is of the run as it is trained
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
@@ -175,7 +187,8 @@ class PreparedRun:
         self.description |= describe_data(
             source, self.heldout, with_contents=run.checkpoints.best is not None
         )
-        coordination.check_agreement(make_run_facts(run, self.setup, self.description))
+        self.facts = make_run_facts(run, self.setup, self.description)
+        coordination.check_agreement(self.facts)
         return source
 
     def _check_first_batch(self, loader: Loader) -> Batch:
@@ -219,9 +232,12 @@ class PreparedRun:
             run, setup, self.coordination, loader, self._batch, self.shares, self.barriers, wave_log
         )
         self.wanted = restorable_state(setup.placement)
+        if self.elastic is not None:
+            self.step: Step = self.elastic.step
+            return
         if self.island_step is None:
             rate = setup.learning_rate
-            self.step: Step = make_step(
+            self.step = make_step(
                 setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps
             )
         else:
@@ -272,8 +288,12 @@ def _make_setup(run: Run, source: Any, coordination: Coordination, output: RunCo
     return setup
 
 
-def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Coordination:
+def _make_coordination(
+    run: Run, setup: RunSetup, islands: Islands | None, elastic: ElasticRun | None
+) -> Coordination:
     """Connect this island to the others."""
+    if elastic is not None:
+        return Coordination(is_chief=elastic.is_chief)
     if islands is None or islands.placement.num_islands == 1:
         return Coordination(islands)
     transfer, owners = make_transfers(run, setup, islands)

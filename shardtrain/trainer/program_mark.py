@@ -83,8 +83,9 @@ class ProgramMark(NamedTuple):
 
 
 def make_mark(strategy: Strategy, folder: Path, coordination: Coordination) -> ProgramMark:
-    """Make the mark of a run's programs, which only its first rank writes."""
-    return ProgramMark(folder if coordination.is_first else None, format_layout_options(strategy))
+    """Make the mark of a run's programs, which only its first rank writes; islands that come and go none."""
+    alone = coordination.is_first and coordination.is_chief is None
+    return ProgramMark(folder if alone else None, format_layout_options(strategy))
 
 
 def format_layout_options(strategy: Strategy) -> str:

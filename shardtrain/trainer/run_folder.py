@@ -62,8 +62,10 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Make and lock a run's folder: two runs in one folder would delete each other's checkpoints.
+
+    Islands that come and go share it.
 
     The folder of checkpoints has its own lock, because it may be a link, and `prune` locks only that.
 
@@ -73,9 +75,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with ExitStack() as stack:
-            stack.enter_context(hold_lock(folder))
+            stack.enter_context(hold_lock(folder, shared=shared))
             (folder / CHECKPOINTS).mkdir(exist_ok=True)
-            stack.enter_context(hold_lock(folder / CHECKPOINTS))
+            stack.enter_context(hold_lock(folder / CHECKPOINTS, shared=shared))
             yield
     except LockHeld:
         raise ValueError(

@@ -100,7 +100,7 @@ def make_session(
         evaluate=mark.first_run("the evaluation", evaluate),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
         untimed=untimed,
-        hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
+        hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, lambda: coordination.is_first),
         totals=totals,
         spent=_make_spent(prepared, activity),
     )

@@ -19,11 +19,13 @@ from shardtrain.report.sinks import open_sinks
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.report.sinks.sink import RUN_FILE, Sinks
 from shardtrain.report.speed import speed_text
+from shardtrain.system import terminal
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.elastic_run import ElasticSinks
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
@@ -58,6 +60,8 @@ class Trained:
       run_dir: the run's folder.
       sample: the text of `Run.sample`, or None.
       time_over: whether the time limit ended the run early.
+      outcome: why this island is no member of a run whose islands come and go any more, see
+        `elastic.engine.Over`; "" in other runs.
     """
 
     state: State
@@ -66,6 +70,7 @@ class Trained:
     run_dir: Path
     sample: str | None
     time_over: bool = False
+    outcome: str = ""
 
 
 def train(
@@ -96,15 +101,16 @@ def train(
     totals = RunTotals()
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:
-        output = stack.enter_context(RunConsole(console, islands))
+        is_elastic = bool(run.elastic.islands)
+        output = stack.enter_context(RunConsole(console, islands, holds=is_elastic))
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
-        if Coordination(islands).is_first:
+        if Coordination(islands).is_first and not is_elastic:
             _say_mark(folder, output, stop)
         prepared = PreparedRun(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
-            stack.enter_context(lock_folder(folder))
+            stack.enter_context(lock_folder(folder, shared=is_elastic))
         record_environment(folder, prepared.coordination, output)
         checkpoints = stack.enter_context(
             RunCheckpoints(
@@ -119,6 +125,7 @@ def train(
             with activity.at("the end", long=True):
                 _summarise(session, step, programs.text(find_program_folder()))
                 # Draw the curve, and show a sample.
+                outcome = "" if prepared.elastic is None else prepared.elastic.outcome
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,
@@ -127,6 +134,7 @@ def train(
         run_dir=folder,
         sample=sample,
         time_over=stop.time_over,
+        outcome=outcome,
     )
 
 
@@ -181,7 +189,8 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     while True:
         # all ranks restore the same checkpoint; after a rollback an older one
         with session.activity.at("restoring", waits=True, long=True):
-            start = find_start_point(
+            find = partial(
+                find_start_point,
                 run,
                 session.checkpoints,
                 prepared.init,
@@ -189,6 +198,11 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
                 prepared.description,
                 newest,
             )
+            if prepared.elastic is None:
+                start = find()
+            else:
+                prepared.elastic.asked = stop.asked
+                start = prepared.elastic.join(prepared.facts, prepared.init, find, session.checkpoints)
         if text := prepared.shares.restore(start.extra):
             prepared.feed.change(prepared.shares.shards())
             note(text)
@@ -206,6 +220,9 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             segment = partial(_train_segment, session, stop)
             return train_as_repeated(segment, start, run.steps, skipped)
         except RollBack as fault:
+            if prepared.elastic is not None:
+                # the others go on without this island
+                raise FloatingPointError(fault.why) from fault
             if skipped is not None:
                 skipped.end()
             # resume from a step before the fault, with data from after it
@@ -234,14 +251,20 @@ def _train_segment(
     run, folder, is_first = prepared.run, prepared.folder, prepared.coordination.is_first
     with ExitStack() as stack:
         # The first process writes the description of the run, and its metrics.
-        sinks, logged = Sinks(), None
-        if is_first:
+        def open_all(step: int) -> tuple[Sinks, int | None]:
             texts = {
                 RUN_FILE: run_text(prepared.description),
                 STRATEGY_FILE: strategy_text(prepared.strategy),
             }
             write_run_files(folder, texts, output)
-            sinks, logged = open_sinks(folder, start.step or None, output.note, run.sinks)
+            return open_sinks(folder, step or None, output.note, run.sinks)
+
+        sinks, logged = Sinks(), None
+        if prepared.elastic is not None:
+            sinks = ElasticSinks(prepared.elastic, start.step, open_all)
+            logged = sinks.last_step
+        elif is_first:
+            sinks, logged = open_all(start.step)
         stack.callback(sinks.close)
         if start.step >= run.steps:
             output.note(
@@ -264,6 +287,12 @@ def _train_segment(
 def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, stop: StopSignals) -> str | None:
     """Draw the loss curve, say how the run ended, and return the sample if there is one."""
     run, setup, folder = prepared.run, prepared.setup, prepared.folder
+    if (elastic := prepared.elastic) is not None and (
+        elastic.outcome != "stopped" or not elastic.may_write()
+    ):
+        name = elastic.island.member.me.name
+        terminal.err(f"{name}: {elastic.outcome} after step {step}\n")
+        return None
     if not prepared.coordination.writes:
         return None
     if prepared.coordination.is_first:

@@ -1,0 +1,378 @@
+"""The island of a run whose islands come and go, as the training loop uses it.
+
+Each island runs the whole loop of one device, with the same numbers; only gradients are shared out, and only
+the chief writes. Next: `elastic/island.py`.
+"""
+
+import json
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardtrain.checkpoints.paths import CHECKPOINTS
+from shardtrain.checkpoints.policy import is_due
+from shardtrain.checkpoints.reader import find_readers
+from shardtrain.data import Batches, Loader, Position
+from shardtrain.elastic.engine import Wish
+from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.island import ElasticIsland
+from shardtrain.elastic.ledger import is_valid_checkpoint
+from shardtrain.elastic.member import Membership
+from shardtrain.elastic.run_files import RunFiles
+from shardtrain.errors.messages import refuse
+from shardtrain.functional.loss import Batch
+from shardtrain.imported import select_kept_tokens
+from shardtrain.islands.agreement import disagreement
+from shardtrain.report.sinks.sink import Sinks
+from shardtrain.system import terminal
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import read_json
+from shardtrain.train_step.elastic_program import ElasticProgram
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Metrics
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.resume import StartPoint, find_parameters
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.setup import RunSetup
+
+ADDRESS = "SHARDTRAIN_ADDRESS"
+"""Environment variable: the address at which other islands reach this one."""
+
+ELASTIC = "elastic"
+"""Key in a checkpoint, and the folder in a run folder."""
+
+FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
+KEPT_LINES = 64
+"""Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
+
+ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
+"""Outcomes after which the same command joins the run again, or continues it."""
+
+
+class IslandEnded(Exception):
+    """This island is no member any more; `ElasticRun.outcome` says why."""
+
+
+def prepare_elastic(run: Run, has_mpi: bool) -> Run:
+    """Return a run as islands that come and go train it: slots are its microbatches.
+
+    Args:
+      run: the run.
+      has_mpi: whether several processes were launched together.
+
+    Raises:
+      ValueError: lists every option that it cannot have.
+    """
+    strategy = run.strategy
+    wrong = {
+        "--combine, --combine-on or --local-steps (use the mean in every step)": not (
+            strategy.synchronisation.is_mean and strategy.synchronisation.every == 1
+        ),
+        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
+        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
+        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
+        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
+        "--gradient-noise-scale": run.gradient_noise_scale,
+        "--scaling (islands of different sizes would differ)": run.scaling.rate != "none",
+        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
+        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
+        "--recovery.spike, which rolls back": run.recovery.spike is not None,
+        "--checkpoints.best": run.checkpoints.best is not None,
+        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
+    }
+    problems = [name for name, is_given in wrong.items() if is_given]
+    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
+    if has_mpi or jax.process_count() > 1:
+        raise ValueError(
+            "--elastic is given, and several processes were started together; start each island alone:"
+            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
+        )
+    elastic = replace(run.elastic, slots=run.elastic.choose_slots(run.batch, strategy.accumulate))
+    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
+
+
+class ElasticRun:
+    """This island: the step, checkpoints, and what only the chief does.
+
+    Args:
+      run: the run.
+      folder: the folder of the run.
+      setup: the setup of this island.
+      batches: the whole batches.
+      output: shows lines to the user.
+
+    Attributes:
+      outcome: why this island is no member any more; "" while it is, see `engine.Over`.
+      asked: returns the number of the signal that asks this island to leave, or 0.
+      save_state: saves the state after the newest step, as the loop does it.
+    """
+
+    def __init__(self, run: Run, folder: Path, setup: RunSetup, batches: Batches, output: RunConsole) -> None:
+        self._run, self._folder, self._setup, self._batches = run, folder, setup, batches
+        assert run.elastic.slots is not None
+        self._output, self.num_slots = output, run.elastic.slots
+        self._files = RunFiles(folder / ELASTIC)
+        self._island: ElasticIsland | None = None
+        self._saved_seconds = time.monotonic()
+        self.asked: Callable[[], int] = lambda: 0
+        self.save_state: Callable[[], object] = lambda: None
+
+    @property
+    def outcome(self) -> str:
+        return "" if self._island is None else self._island.outcome
+
+    @property
+    def island(self) -> ElasticIsland:
+        """The island, once `join` has been called."""
+        assert self._island is not None
+        return self._island
+
+    def is_chief(self) -> bool:
+        """Whether this island writes for all; True before it joins, when nothing is written."""
+        if self._island is None:
+            return True
+        return self.island.member.fence is not None if self.outcome else self.island.member.is_chief
+
+    def may_write(self) -> bool:
+        """Return whether this island is the chief by the run folder too, which one that slept did not see."""
+        return self.is_chief() and self._files.newest() == self.island.member.number
+
+    # -- begin and end -------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        facts: Mapping[str, Any],
+        init: Callable[[], State],
+        find_start: Callable[[], StartPoint],
+        checkpoints: RunCheckpoints,
+    ) -> StartPoint:
+        """Become a member, with the state of the others or that of the newest checkpoint.
+
+        Args:
+          facts: what all islands must have in common, see `rank_facts.facts`.
+          init: makes the state before the first step.
+          find_start: restores the newest checkpoint, or makes the state before the first step.
+          checkpoints: the checkpoints of the run.
+
+        Raises:
+          ValueError: the facts of the run differ.
+          IslandEnded: it is over before.
+        """
+        run, setup = self._run, self._setup
+        self._checkpoints, self._find_start = checkpoints, find_start
+        self._facts = {"facts": dict(facts), "name": f"{socket.gethostname()}, process {os.getpid()}"}
+        base = run.start_from
+        tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
+        extra = select_kept_tokens(tokens)
+        self._start = StartPoint(state=init(), step=0, position=Position(epoch=0, index=0), extra=extra)
+        self._program = ElasticProgram(
+            setup.model,
+            run.loss,
+            setup.optimizer,
+            setup.placement,
+            self._batches,
+            self.num_slots,
+            self._start.state,
+            setup.learning_rate,
+        )
+        options = Membership(
+            num_slots=self.num_slots,
+            num_steps=run.steps,
+            min_members=run.elastic.fewest,
+            max_members=run.elastic.most,
+            wait_seconds=60 * run.elastic.wait_minutes,
+            minority_seconds=run.elastic.patience_seconds,
+        )
+        self._island = ElasticIsland(
+            self._folder,
+            self._program,
+            options,
+            checkpoints=self,
+            host=os.environ.get(ADDRESS),
+            patience_seconds=run.elastic.patience_seconds,
+            report=self._report,
+        )
+        self._island.wants_to_leave = lambda: bool(self.asked())
+        checkpoints.checkpoints.set_fence(self.may_write)
+        self._describe()
+        self._island.start()
+        step = self._island.join()
+        self._output.release(self.is_chief(), self._island.member.me.name)
+        if step is None and self.outcome != "stopped":
+            raise IslandEnded
+        if step is None:
+            step = self._island.member.step
+        return StartPoint(
+            state=self._program.state,
+            step=step,
+            position=self._program.find_position(step),
+            extra=self._start.extra if self._start.step == step else extra,
+        )
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Do the next step with the other islands; the state and the batch are those of the program.
+
+        Raises:
+          IslandEnded: this island is no member any more.
+        """
+        island, is_chief = self.island, self.is_chief()
+        seconds = time.monotonic() - self._saved_seconds if is_chief else 0.0
+        if is_due(self._run.checkpoints, island.member.step + 1, seconds):
+            island.wish(Wish(saves=True))
+        if island.advance() is None:
+            raise IslandEnded
+        self._output.show(self.is_chief(), island.member.me.name)
+        return self._program.state, self._program.metrics
+
+    def finish(self) -> State:
+        """Wait until all islands know that the run ends; return the last state."""
+        while self.island.advance() is not None:
+            pass
+        return self._program.state
+
+    def close(self) -> None:
+        """End the connections to the others."""
+        if self._island is not None:
+            self._island.close()
+
+    # -- checkpoints, see `elastic.island.IslandCheckpoints` -----------------------------------------------
+
+    def check_others(self) -> None:
+        """Compare the facts of this island with those of the one that founded the run.
+
+        Raises:
+          ValueError: the diff.
+        """
+        path = self._folder / ELASTIC / FACTS
+        found = read_json(path, MOST_FACTS_BYTES)
+        if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
+            raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
+        names = [f"the run ({short(found.get('name'))})", "this island"]
+        if text := disagreement([found["facts"], self._facts["facts"]], names):
+            raise ValueError(text)
+
+    def find(self) -> int:
+        """Return the step of the newest valid checkpoint, and delete void ones of chiefs left behind."""
+        epochs = list_epochs(self._files)
+
+        def is_valid(step: int, saved: Any) -> bool:
+            number = saved.get("epoch") if isinstance(saved, dict) else None
+            if type(number) is not int or not 1 <= number <= len(epochs):
+                return number is None  # of a run that was not elastic then
+            return is_valid_checkpoint(epochs, step, number)
+
+        found = [(each.step, each.extra.get(ELASTIC)) for each in find_readers(self._folder / CHECKPOINTS)]
+        newest = max((step for step, saved in found if is_valid(step, saved)), default=0)
+        if any(step > newest for step, _ in found):
+            self._checkpoints.drop_after(newest)
+        # of these, one whose files are whole
+        return self._checkpoints.checkpoints.discover().step or 0
+
+    def restore(self) -> bool:
+        """Set the program's state to the newest checkpoint, or to the state before the first step."""
+        replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
+        self._program.state = None
+        self._start = self._find_start()
+        expected = self._program.find_position(self._start.step)
+        if self._start.position != expected:
+            raise ValueError(
+                f"the checkpoint of step {self._start.step} continues at {self._start.position} of the data,"
+                f" and with islands that come and go step {self._start.step} is at {expected}: the batch or"
+                " the data has changed, or a rollback skipped data. Continue without --elastic"
+            )
+        self._program.state = self._start.state
+        return True
+
+    def save(self, step: int) -> bool:
+        """Save the state after a step; return False if members changed meanwhile."""
+        if not self.may_write():
+            return False
+        self._saved_seconds = time.monotonic()
+        self.save_state()
+        return True
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """Return what the checkpoint of a step says about the membership, and the position after it."""
+        return {
+            ELASTIC: {"epoch": self.island.member.number},
+            "position": self._program.find_position(step),
+        }
+
+    # -- what others see -----------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        device = self._setup.mesh.devices.flat[0]
+        facts = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "mesh": dict(self._setup.mesh.shape),
+            "device": device.device_kind,
+            "started": time.time(),
+        }
+        self._files.describe_member(self.island.member.me.name, facts)
+
+    def _report(self, text: str) -> None:
+        """Show a line about the members: the chief all of them, others those about themselves."""
+        name = self.island.member.me.name
+        self._output.show(self.is_chief(), name)
+        if self.is_chief():
+            self._output.note(text)
+        elif text.startswith("joins ") or name in text:
+            terminal.err(f"{name}: {text}\n")
+
+
+class ElasticSinks:
+    """A sink of which only the chief writes; others keep the newest lines, to write them if it is lost.
+
+    Args:
+      elastic: this island.
+      step: steps done when it joined.
+      open_sinks: (steps done) -> the sinks, with no later lines, and the step of the last line.
+    """
+
+    def __init__(
+        self, elastic: ElasticRun, step: int, open_sinks: Callable[[int], tuple[Sinks, int | None]]
+    ) -> None:
+        self._elastic, self._open, self._step = elastic, open_sinks, step
+        self._lines: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT_LINES)
+        self._sinks: Sinks | None = None
+        self.last_step: int | None = None
+        if elastic.may_write():
+            # this island has founded the run: what it did not restore is gone
+            self._sinks, self.last_step = open_sinks(step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines.append((step, values))
+        if not self._elastic.may_write():
+            return
+        if self._sinks is None:
+            # what earlier chiefs have written is of steps that this island has done too
+            self._sinks, self.last_step = self._open(step)
+        while self._lines:
+            step, values = self._lines.popleft()
+            if self.last_step is None or step > self.last_step:
+                self._sinks.write(step, values)
+                self.last_step = step
+
+    def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+
+
+class PositionLoader(Loader):
+    """Yields the positions of batches; an elastic program loads the rows of its slots itself."""
+
+    def iterate(self, position: Position | None = None) -> Any:
+        position = position or Position(epoch=0, index=0)
+        while True:
+            position = self.batches.advance(position)
+            yield None, position
