@@ -94,7 +94,7 @@ class Checkpoints:
         return self._folders.all
 
     def set_fence(self, may_finish: Callable[[], bool]) -> None:
-        """Set what is asked, in the background, before a saved step gets its name; if False, the save fails."""
+        """Set what is asked, in the background, before a step gets its name; if False, the save fails."""
         self._saver.may_finish = may_finish
 
     def latest(self) -> int | None:

@@ -73,9 +73,9 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
 
     Returns:
       The exit code: 0 if the run is done; 128 + the number of the signal that stopped it; 75 if the time
-      limit stopped it, or another rank timed out; 1 if a step was not finite with `nonfinite="stop"`, the
-      last checkpoint could not be written, or the machine failed during the run. The watchdog ends all ranks
-      with 75.
+      limit stopped it, another rank timed out, or other islands went on without this one; 1 if a step was
+      not finite with `nonfinite="stop"`, the last checkpoint could not be written, or the machine failed
+      during the run. The watchdog ends all ranks with 75.
     """
     # before jax starts: the ranks of a host share its devices and cores
     given = dict(os.environ)
@@ -90,6 +90,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     from shardtrain.islands.membership import join, make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
+    from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
     from shardtrain.trainer.profiling import parse_steps
     from shardtrain.trainer.program_cache import keep_programs
     from shardtrain.trainer.train import train
@@ -118,6 +119,9 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
                     islands.control.all_gather("the end", timeout_seconds=run.watch.limit(long=True))
             except RankTimeout as timeout:
                 watchdog.end(str(timeout))
+    except IslandEnded as ended:
+        terminal.err(f"shardtrain train: {ended}\n")
+        return TEMPORARY_FAILURE
     except (FloatingPointError, SaveFailed) as failure:
         terminal.err(f"shardtrain train: {failure}\n")
         return FAILED
@@ -127,7 +131,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
             raise
         terminal.err(f"shardtrain train: {format_failure(activity, error)}\n")
         return FAILED
-    if trained.time_over:
+    if trained.time_over or trained.outcome in ENDED_EARLY:
         return TEMPORARY_FAILURE
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
 

@@ -69,7 +69,8 @@ class RunConsole:
 
     def show(self, is_first: bool, name: str = "") -> None:
         """Print from now on if this process prints for all; else only warnings, under a name."""
-        self.console.quiet, self._name = not is_first, None if is_first else name
+        if not self._holds:
+            self.console.quiet, self._name = not is_first, None if is_first else name
 
     def note(self, text: str) -> None:
         """Print a note or a warning above the progress display, or keep it until there is one."""

@@ -59,7 +59,7 @@ ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 
 
 class IslandEnded(Exception):
-    """This island is no member any more; `ElasticRun.outcome` says why."""
+    """This island is no member any more, or never was; the same command joins the run again."""
 
 
 def prepare_elastic(run: Run, has_mpi: bool) -> Run:
@@ -208,7 +208,7 @@ class ElasticRun:
         step = self._island.join()
         self._output.release(self.is_chief(), self._island.member.me.name)
         if step is None and self.outcome != "stopped":
-            raise IslandEnded
+            raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
             step = self._island.member.step
         return StartPoint(
@@ -229,8 +229,8 @@ class ElasticRun:
         if is_due(self._run.checkpoints, island.member.step + 1, seconds):
             island.wish(Wish(saves=True))
         if island.advance() is None:
-            raise IslandEnded
-        self._output.show(self.is_chief(), island.member.me.name)
+            raise IslandEnded(self.outcome)
+        self._show()
         return self._program.state, self._program.metrics
 
     def finish(self) -> State:
@@ -297,6 +297,7 @@ class ElasticRun:
         if not self.may_write():
             return False
         self._saved_seconds = time.monotonic()
+        self._show()
         self.save_state()
         return True
 
@@ -320,10 +321,14 @@ class ElasticRun:
         }
         self._files.describe_member(self.island.member.me.name, facts)
 
+    def _show(self) -> None:
+        """Let only the chief print steps and notes."""
+        self._output.show(self.is_chief(), self.island.member.me.name)
+
     def _report(self, text: str) -> None:
         """Show a line about the members: the chief all of them, others those about themselves."""
         name = self.island.member.me.name
-        self._output.show(self.is_chief(), name)
+        self._show()
         if self.is_chief():
             self._output.note(text)
         elif text.startswith("joins ") or name in text:

@@ -97,7 +97,8 @@ class _Loop:
             evaluates = is_last or (every is not None and self.done % every == 0)
             # A run that resumes from a saved step does not repeat it, so its metrics must be written by now,
             # or be saved with it where they wait for the evaluation.
-            if result.save or evaluates:
+            # An island that joins gets a state of which all lines must be written, as it has none of them.
+            if result.save or evaluates or self.prepared.elastic is not None:
                 self.log.catch_up(keep_newest=evaluates)
             # Save before the evaluation, which may fail or be interrupted. A run that ends without a single
             # update is not saved: the same command must start again from the beginning.

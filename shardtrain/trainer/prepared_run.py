@@ -137,9 +137,10 @@ class PreparedRun:
         self._make_step(loader, stack)
         own = (setup.mesh.devices.flat[0].device_kind, setup.mesh.devices.size)
         devices = coordination.all_gather_islands("devices", own)
-        self.num_devices = sum(number for _, number in devices)
+        # of islands that come and go, nobody knows how many devices took part
+        self.num_devices = 1 if self.elastic else sum(number for _, number in devices)
         self._row_seconds_at_peak = 0.0
-        if coordination.is_first:
+        if coordination.is_first and not self.elastic:
             self._row_seconds_at_peak = compute_row_seconds_at_peak(run, first, devices, output.note)
         if run.strategy.across.share_limits == "auto" and self.island_step is not None:
             loader = fit_to_memory(

@@ -58,8 +58,9 @@ class RowShares:
         weights = None if isinstance(shares, str) else shares
         self._split = coordination.split(weights, mesh, self._batch_axes, microbatches)
         self._row_counts, self._mesh, self._microbatches = row_counts, mesh, microbatches
-        # batches of tokens are padded: their numbers of rows follow from lengths, and may not divide
-        self._pads = run.batch_unit == "tokens"
+        # batches of tokens are padded: their numbers of rows follow from lengths, and may not divide; and
+        # those of islands that come and go, whose meshes nobody knows before
+        self._pads = run.batch_unit == "tokens" or bool(run.elastic.islands)
         if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
             unit = self._split.multiples[0]
             RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])

@@ -1,0 +1,201 @@
+"""`train --elastic`: islands come and go at any moment, and losses are those of one device."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_language_model import TinyConfig
+
+from shardtrain import Run, Strategy, Text
+from shardtrain.checkpoints.reader import find_readers
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.options import Elastic
+from shardtrain.elastic.run_files import RunFiles
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer.elastic_run import prepare_elastic
+
+PROGRAM = str(Path(__file__).parents[1] / "programs" / "elastic_run.py")
+
+
+class Islands:
+    """Processes of `train` in one run folder."""
+
+    def __init__(self, words, folder):
+        self.words, self.folder, self.run = words, folder, folder / "run"
+        self.pace(1000)
+        self.environment = {**os.environ, "SHARDTRAIN_ADDRESS": "127.0.0.1", "PACE": str(folder / "pace")}
+        self.processes = []
+
+    def pace(self, step):
+        """Let steps be slow from this one on."""
+        (self.folder / "new").write_text(str(step))
+        (self.folder / "new").rename(self.folder / "pace")
+
+    def start(self, *options, elastic="1..4"):
+        words = [*self.words, "-m", "shardtrain", "train", PROGRAM, "--run-dir", str(self.run), *options]
+        words += ["--elastic", elastic] if elastic else []
+        words += [] if "--cpu-devices" in options else ["--cpu-devices", "1"]
+        with (self.folder / f"output-{len(self.processes)}").open("w") as output:
+            self.processes.append(subprocess.Popen(words, stdout=output, stderr=output, env=self.environment))
+        return self.processes[-1]
+
+    def output(self, process):
+        return (self.folder / f"output-{self.processes.index(process)}").read_text()
+
+    def epochs(self):
+        return list_epochs(RunFiles(self.run / "elastic")) if (self.run / "elastic").exists() else []
+
+    def lines(self):
+        return read_jsonl(self.run / "metrics.jsonl") if (self.run / "metrics.jsonl").exists() else []
+
+    def wait_for(self, condition, seconds=60):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, [self.output(each) for each in self.processes]
+            time.sleep(0.02)
+
+    def wait_for_step(self, step):
+        self.wait_for(lambda: len(self.lines()) >= step)
+
+    def wait_for_why(self, words, number=1):
+        """Wait until so many epochs say these words."""
+        self.wait_for(lambda: sum(words in epoch.why for epoch in self.epochs()) == number)
+
+    def find(self, index):
+        """Return the process of a member, by age, and its name."""
+        name = self.epochs()[-1].names[index]
+        pid = int(name.split("-")[-2])
+        return pid, name
+
+    def end(self):
+        for each in self.processes:
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture
+def islands(warm_python, tmp_path):
+    made = Islands(warm_python, tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def alone(warm_python, tmp_path_factory):
+    """The metrics of the same run as a single process."""
+    islands = Islands(warm_python, tmp_path_factory.mktemp("alone"))
+    assert islands.start(elastic="").wait(100) == 0
+    return islands.lines()
+
+
+def check_lines(found, alone):
+    assert [line["step"] for line in found] == [line["step"] for line in alone]
+    for mine, one in zip(found, alone, strict=True):
+        for name in {"train/loss", "heldout/loss", "grad_norm", "learning_rate"} & one.keys():
+            np.testing.assert_allclose(mine[name], one[name], rtol=2e-5)
+
+
+def test_the_losses_of_one_device_through_kills_joins_and_leaves(islands, alone):
+    islands.pace(12)
+    islands.start()
+    islands.start("--mesh", "data=2", "--cpu-devices", "2")
+    islands.wait_for_why("joined")
+    islands.wait_for_step(9)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    third = islands.start()
+    islands.wait_for_why("joined", 2)
+    islands.wait_for_step(len(islands.lines()) + 5)
+    os.kill(islands.find(0)[0], signal.SIGTERM)
+    islands.pace(1000)
+    codes = [each.wait(60) for each in islands.processes]
+    assert sorted(codes) == [-9, 0, 143]
+    check_lines(islands.lines(), alone)
+    whys = [epoch.why for epoch in islands.epochs()]
+    assert [sum(word in why for why in whys) for word in ("founded", "joined", "lost", "left")] == [
+        1,
+        2,
+        1,
+        1,
+    ]
+    # the chiefs have saved each tenth step
+    assert [reader.step for reader in find_readers(islands.run / "checkpoints")] == list(range(10, 121, 10))
+    assert "step 120/120" in islands.output(third)
+    assert (islands.run / "run.txt").exists()
+
+
+def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
+    islands.pace(7)
+    islands.start(), islands.start()
+    islands.wait_for_why("joined")
+    islands.wait_for_step(4)
+    frozen, name = islands.find(0)
+    os.kill(frozen, signal.SIGSTOP)
+    islands.wait_for_why(f"lost {name}")
+    islands.wait_for_step(len(islands.lines()) + 5)
+    os.kill(frozen, signal.SIGCONT)
+    islands.wait_for(lambda: any(each.poll() == 75 for each in islands.processes))
+    islands.pace(1000)
+    assert sorted(each.wait(60) for each in islands.processes) == [0, 75]
+    (ended,) = [each for each in islands.processes if each.returncode == 75]
+    assert f"{name}: excluded after step" in islands.output(ended)
+    check_lines(islands.lines(), alone)
+    assert [reader.step for reader in find_readers(islands.run / "checkpoints")] == list(range(10, 121, 10))
+
+
+def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):
+    islands.pace(7)
+    islands.start(elastic="2..4"), islands.start(elastic="2..4")
+    islands.wait_for_step(5)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.wait_for(lambda: find_readers(islands.run / "checkpoints"))
+    step = find_readers(islands.run / "checkpoints")[-1].step
+    for each in islands.processes:
+        each.kill()
+        each.wait()
+    # all are gone, for sure: nobody waits for them
+    islands.pace(1000)
+    again = islands.start()
+    assert again.wait(30) == 0
+    assert sum(epoch.founded for epoch in islands.epochs()) == 2
+    assert f"resumed from step {step}" in islands.output(again)
+    check_lines(islands.lines(), alone)
+
+
+def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):
+    islands.pace(7)
+    first = islands.start()
+    islands.wait_for_step(3)
+    others = [
+        (islands.start("--seed", "1"), "seed: 0 on the run"),
+        (islands.start("--elastic.slots", "5"), "has num_slots=5, and the run in"),
+        (islands.start(elastic=""), "another process is training in"),
+    ]
+    for other, message in others:
+        assert other.wait(60) == 2
+        assert message in islands.output(other)
+    islands.pace(1000)
+    assert first.wait(60) == 0
+    assert len(islands.epochs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
+        ({"strategy": Strategy(synchronisation=Synchronisation(by="adasum"))}, "--combine, --combine-on or"),
+        ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
+    ],
+)
+def test_what_cannot_come_and_go_is_refused(options, message):
+    run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..4"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare_elastic(replace(run, **options), has_mpi=False)
+    with pytest.raises(ValueError, match="start each island alone"):
+        prepare_elastic(run, has_mpi=True)
