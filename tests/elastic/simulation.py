@@ -50,19 +50,19 @@ def update(params, values):
 class OwnSum:
     """An island's own sum: for each element slots counted, a value, and a trace of the order of additions."""
 
-    def __init__(self, note: Callable[[tuple[int, ...]], None]) -> None:
-        self.slots: list[int] = []
+    def __init__(self, note: Callable[[tuple[tuple[int, ...], ...]], None]) -> None:
+        self.groups: list[tuple[int, ...]] = []
         self.elements = [(0, 0, 1)] * ELEMENTS
         self._note = note
 
-    def add(self, params, step, slot):
-        self.slots.append(slot)
-        grads = gradient(params, step, slot)
-        added = [(1000**slot, value, value) for value in grads]
-        self.elements = [_plus(*pair) for pair in zip(self.elements, added, strict=True)]
+    def add(self, params, step, slots):
+        self.groups += [slots] if slots else []
+        for slot in slots:
+            added = [(1000**slot, value, value) for value in gradient(params, step, slot)]
+            self.elements = [_plus(*pair) for pair in zip(self.elements, added, strict=True)]
 
     def copy(self, num_chunks):
-        self._note(tuple(self.slots))
+        self._note(tuple(self.groups))
         return WholeSum(list(self.elements), num_chunks)
 
 
@@ -184,7 +184,7 @@ class Simulation:
         self.touched = 0.0
         self.checkpoints: list[tuple[int, int, tuple[int, ...]]] = []
         self.applied: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self.given: dict[tuple[int, int, str], tuple[int, ...]] = {}
+        self.given: dict[tuple[int, int, str], tuple[tuple[int, ...], ...]] = {}
         self.reference = [START]
         self.hunts: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -422,16 +422,15 @@ class Simulation:
         check(node.step == effect.step, "a member computes another step than it has", node.name, effect)
         name, member = node.name, node.member
 
-        def note(slots: tuple[int, ...]) -> None:
-            self.given[member.number, effect.step, name] = slots
+        def note(groups: tuple[tuple[int, ...], ...]) -> None:
+            self.given[member.number, effect.step, name] = groups
 
         if node.own is None:
             node.own = OwnSum(note)
         own, params = node.own, node.params
 
         def compute() -> engine.Event:
-            for slot in effect.slots:
-                own.add(params, effect.step, slot)
+            own.add(params, effect.step, effect.slots)
             return engine.Computed(effect.step, effect.slots, own)
 
         seconds = 0.05 + node.speed * len(effect.slots)
@@ -618,8 +617,8 @@ class Simulation:
         if self.epochs:
             for line in list_ledger(self.epochs, num_steps):
                 if (line.step, line.epoch) in self.applied:
-                    given = {name: self.given.get((line.epoch, line.step, name)) for name in line.slots}
-                    check(given == line.slots, "the ledger tells another story", line, given)
+                    given = {name: self.given.get((line.epoch, line.step, name)) for name in line.groups}
+                    check(given == line.groups, "the ledger tells another story", line, given)
         self.counts["steps"] += num_steps
 
 
