@@ -109,9 +109,11 @@ def test_a_member_that_had_not_begun_the_slots_of_an_epoch_sums_them_with_later_
     four = Epoch(number=1, step=0, members=(A, B, C), slots=((0, 1), (2,), (3,)), why="founded")
     begun = replace(HELD, epoch=1, step=0, held=False, begun=2)
     lost = next_epoch(four, {"a": begun, "b": replace(begun, begun=1)}, {})
-    assert lost is not None and lost.slots == ((0, 1), (2, 3))
+    assert lost is not None
+    assert lost.slots == ((0, 1), (2, 3))
     again = next_epoch(lost, {"a": begun, "b": replace(begun, begun=1)}, {"c": C})
-    assert again is not None and again.slots == ((0, 1), (2,), (3,))
+    assert again is not None
+    assert again.slots == ((0, 1), (2,), (3,))
     alone = next_epoch(again, {"a": begun}, {})
     assert alone is not None
     assert list_ledger([four, lost, again, alone], 1)[0].groups == {"a": ((0, 1), (2, 3))}
