@@ -134,5 +134,5 @@ def test_what_an_island_is_can_be_read_and_is_written_once(tmp_path):
     with pytest.raises(ValueError, match="use letters, digits and dashes"):
         files.describe_member("../a", {})
     (tmp_path / "members" / "b.json").write_text("[1]")
-    with pytest.raises(ValueError, match="b.json is no JSON object"):
+    with pytest.raises(ValueError, match=r"b\.json is no JSON object"):
         list_members(tmp_path)

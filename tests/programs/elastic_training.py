@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import shardtrain as st
+from shardtrain.elastic.run_files import RunFiles
 from shardtrain.models.gpt import GptConfig
 
 STEPS, SLOTS, ROWS = 50, 4, 16
@@ -29,6 +30,13 @@ def make_parts(devices):
     return layout, mesh, model, placement, state, batches
 
 
+def make_program(devices, after_step=lambda step, metrics: None):
+    _, _, model, placement, state, batches = make_parts(devices)
+    return st.ElasticProgram(
+        model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state, after_step=after_step
+    )
+
+
 def train_alone(devices):
     """Return the losses of each step by `make_step`."""
     layout, mesh, model, placement, state, batches = make_parts(devices)
@@ -42,8 +50,6 @@ def train_alone(devices):
 
 if __name__ == "__main__":
     folder, devices = Path(sys.argv[1]), jax.devices()[: int(sys.argv[2])]
-    _, _, model, placement, state, batches = make_parts(devices)
-
     names = folder / "names"
     names.mkdir(exist_ok=True)
     (names / f"pid-{sys.argv[2]}").write_text(str(os.getpid()))
@@ -53,8 +59,9 @@ if __name__ == "__main__":
         output.write(json.dumps([step, float(metrics["loss_sum"] / metrics["count"])]) + "\n")
 
     with (folder / f"losses-{sys.argv[2]}.jsonl").open("w", buffering=1) as output:
-        program = st.ElasticProgram(
-            model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state, after_step=log
-        )
+        program = make_program(devices, log)
         membership = st.Membership(num_slots=SLOTS, num_steps=STEPS, min_members=2, minority_seconds=1.0)
-        st.ElasticIsland(folder, program, membership, host="127.0.0.1").run()
+        island = st.ElasticIsland(folder, program, membership, save_every=10, host="127.0.0.1")
+        facts = {"mesh": {"data": len(devices)}}
+        RunFiles(folder / "elastic").describe_member(island.member.me.name, facts)
+        island.run()
