@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.elastic.epoch import Epoch
-from shardtrain.elastic.messages import parse_epoch
+from shardtrain.elastic.epoch_files import parse_epoch
 from shardtrain.elastic.run_files import ALIVE, EPOCHS, MEMBERS, MOST_EPOCH_BYTES, list_checkpoints
 from shardtrain.system.untrusted_files import read_bytes, read_json
 
@@ -45,8 +45,9 @@ class History:
     def find_mesh(self, name: str) -> dict[str, int]:
         """Return the mesh of an island, axis -> size; empty if it is not known."""
         mesh = self.members.get(name, {}).get("mesh")
-        is_mesh = isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())
-        return mesh if is_mesh else {}
+        if not isinstance(mesh, dict) or any(type(size) is not int or size < 1 for size in mesh.values()):
+            return {}
+        return mesh
 
 
 def read_history(run: Path) -> History:

@@ -26,9 +26,10 @@ from shardtrain.elastic.epoch import Epoch, Peer
 from shardtrain.elastic.frames import Lost, Received, UnexpectedFrame
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Member, Membership, Phase
-from shardtrain.elastic.messages import Chunk, Update, from_header, parse_epoch, to_header, to_json
+from shardtrain.elastic.messages import Chunk, Update, from_header, from_json, to_header, to_json
 from shardtrain.elastic.run_files import RunFiles, SavedCheckpoint
 from shardtrain.elastic.sockets import Transport
+from shardtrain.system.untrusted_files import parse_json
 
 TICK_SECONDS = 1.0
 KEPT_CHECKPOINTS = 2
@@ -138,6 +139,15 @@ class StateArrived:
 def copy_leaves(tree: Any) -> Arrays:
     """Return contiguous copies of the arrays of a tree, in the memory of the host."""
     return [np.array(x, order="C") for x in jax.tree.leaves(tree)]
+
+
+def parse_epoch(content: bytes) -> Epoch:
+    """Return the epoch of a file.
+
+    Raises:
+      ValueError: the file has another form.
+    """
+    return from_json(parse_json(content.decode()), Epoch, "epoch")
 
 
 def read_epoch(files: RunFiles, number: int) -> Epoch:

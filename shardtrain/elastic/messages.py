@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from shardtrain.elastic.epoch import Epoch, Peer, Report
-from shardtrain.system.untrusted_files import parse_json
 
 MOST_TEXT, MOST_ITEMS = 4096, 1 << 20
 """Largest number of characters of a text and of items of a list in a header."""
@@ -122,15 +121,6 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     return [to_json(item) for item in value] if isinstance(value, tuple) else value
-
-
-def parse_epoch(content: bytes) -> Epoch:
-    """Return the epoch of a file.
-
-    Raises:
-      ValueError: the file has another form.
-    """
-    return from_json(parse_json(content.decode()), Epoch, "epoch")
 
 
 def from_json(value: Any, kind: Any, path: str) -> Any:
