@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from shardtrain.cli.compilation import set_xla_flags
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
 from shardtrain.elastic.command_file import read_command
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if all(facts.get("device") == CPU for facts in history.members.values()):
         # islands with fewer devices use the first of them
         set_cpu_devices(["--cpu-devices", str(num_devices)])
-    set_xla_flags(words)
+    flags_text = set_xla_flags(words)
     if not Path(command.folder).is_dir():
         raise ValueError(
             f"the run was started in {command.folder}, which is not there; its run file and data are looked"
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
 
     if jax.device_count() < num_devices:
         raise ValueError(f"an island had {num_devices} devices, and there are {jax.device_count()} here")
-    found = replay_run(run, folder, history, options.first, options.last, _note)
+    with cache_programs(flags_text):
+        found = replay_run(run, folder, history, options.first, options.last, _note)
     terminal.out(f"step {options.last}: parameters have the SHA-256 {found.digest}\n")
     where = f"the checkpoint of step {options.last}"
     if not found.has_checkpoint:

@@ -27,6 +27,7 @@ from shardtrain.elastic.replay import hash_arrays, list_differences, replay_step
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss_checks import guard_loss
 from shardtrain.functional.model import group_by_path, path_text
+from shardtrain.report.tables import mesh_line
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.elastic_program import ElasticProgram
 from shardtrain.train_step.placement import init_state, restorable_state
@@ -89,7 +90,8 @@ def replay_run(
     refuse(f"{folder / ELASTIC} does not describe the meshes of these members", unknown)
     meshes = {name: tuple(history.find_mesh(name).items()) for name in sorted(names)}
     different = list(dict.fromkeys(meshes.values()))
-    note(f"steps {first} to {last} of {len(names)} islands, with {len(different)} different meshes")
+    texts = "; ".join(mesh_line(dict(sizes)) for sizes in different)
+    note(f"steps {first} to {last}, by {len(names)} islands, on {texts}")
     programs = _make_programs(run, folder, different, epochs[0].num_slots, readers.get(first))
     state = programs[replay_steps(programs, meshes, epochs, first, last)].state
     saved, differences = readers.get(last), list[str]()
@@ -198,5 +200,5 @@ def _find_reasons(
     kinds = {str(history.members[name].get("device", own)) for name in names}
     found += [f"it was computed on {kind}, and is replayed on {own}" for kind in sorted(kinds - {own})]
     if num_meshes > 1:
-        found.append(f"{num_meshes} different meshes, whose states may differ in last bits")
+        found.append("islands of different meshes, whose states may differ in last bits")
     return found
