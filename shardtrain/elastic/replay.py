@@ -44,9 +44,7 @@ def replay_steps(
       ValueError: an epoch is missing.
     """
     living: list[Mesh] = list(programs)
-    for line in list_ledger(epochs, last):
-        if line.step < first:
-            continue
+    for line in list_ledger(epochs, last, first):
         epoch = epochs[line.epoch - 1]
         if epoch.founded and epoch.step == line.step:
             # the founder took the state from a checkpoint of the last chief

@@ -85,7 +85,7 @@ def replay_run(
     if first not in (0, *readers):
         raise ValueError(f"step {first} has no checkpoint in {folder}; give one of {sorted(readers)}, or 0")
     epochs = select_past(history.epochs, readers, first, last)
-    names = {name for line in list_ledger(epochs, last) if line.step >= first for name in line.groups}
+    names = {name for line in list_ledger(epochs, last, first) for name in line.groups}
     unknown = sorted(name for name in names if not history.find_mesh(name))
     refuse(f"{folder / ELASTIC} does not describe the meshes of these members", unknown)
     meshes = {name: tuple(history.find_mesh(name).items()) for name in sorted(names)}
