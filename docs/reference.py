@@ -61,6 +61,7 @@ COMMANDS = (
     *(f"train {RUN_FILE} --help-all", "inspect --help", f"plan {RUN_FILE} --help", "advise --help"),
     *("calibrate --help", "launch --help", "launch slurm --help", "launch flux --help", "doctor --help"),
     *("checkpoint --help", "generate --help", "evaluate --help", "data --help", "data tokenize --help"),
+    *("report --help", "replay --help"),
 )
 HELPS = """
 import contextlib, io, json, sys

@@ -60,6 +60,8 @@ COMMANDS = (
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),
     ["doctor"],
+    ["report"],
+    ["replay"],
     *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "prune", "export", "import")),
     *(["data", name] for name in ("tokenize", "train-tokenizer", "ls", "show", "stats", "check")),
 )

@@ -28,6 +28,8 @@ COMMANDS = {
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
     "evaluate": "evaluate a trained model on other data, or by questions",
     "generate": "continue texts with a trained model",
+    "report": "show what happened in a run whose islands came and went",
+    "replay": "compute steps of such a run anew, and compare them bitwise",
     "data": "tokenize a corpus, train a tokenizer, list, show, measure and check data",
 }
 """Command -> its description; the module of that name has its `main`."""

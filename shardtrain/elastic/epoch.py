@@ -42,7 +42,8 @@ class Epoch:
       slots: member -> its slots of the first step, in the order in which it sums them. Later steps are
         dealt by speed alone.
       why: what changed, for the ledger.
-      repeats: whether the epoch before had begun the first step, which is done again.
+      kept: for each member the number of its first slots that it has computed in epochs before, if the first
+        step is done again.
       stops: whether the run ends before the first step.
       founded: whether the state comes from a checkpoint; then `step` may be lower than before.
 
@@ -55,7 +56,7 @@ class Epoch:
     members: tuple[Peer, ...]
     slots: tuple[tuple[int, ...], ...]
     why: str
-    repeats: bool = False
+    kept: tuple[int, ...] = ()
     stops: bool = False
     founded: bool = False
 
@@ -66,11 +67,18 @@ class Epoch:
             raise ValueError(f"epoch {self.number} needs members with unique names, each with slots: {self}")
         if sorted(slot for slots in self.slots for slot in slots) != list(range(self.num_slots)):
             raise ValueError(f"epoch {self.number} must deal each slot of a batch once, not {self.slots}")
+        if self.kept and (len(self.kept) != len(self.slots) or (self.number == 1 and self.repeats)):
+            raise ValueError(f"epoch {self.number} must say what each member kept of another: {self.kept}")
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the members, oldest first."""
         return tuple(member.name for member in self.members)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the first step is done again."""
+        return any(self.kept)
 
     @cached_property
     def num_slots(self) -> int:
@@ -96,7 +104,7 @@ class Report:
       step: number of steps that it has applied.
       behind: whether it lacks the state of the first step of the epoch.
       held: whether it holds the whole sum of the next step.
-      begun: whether it has begun to compute the next step.
+      begun: number of slots of the next step that it has begun to compute, the first ones of its slots.
       stops: whether it knows that the run ends before the next step.
       leaves: whether it wants to leave.
       speed: its measured speed.
@@ -108,7 +116,7 @@ class Report:
     step: int
     behind: bool
     held: bool
-    begun: bool
+    begun: int
     stops: bool
     leaves: bool
     speed: int
@@ -192,9 +200,10 @@ def next_epoch(
     lost = {name for report in whole.values() for name in report.lost}
     new = [] if stops else [peer for name, peer in joiners.items() if name not in lost | excluded]
     new = new if most is None else new[: max(most - len(members), 0)]
-    repeats = not stops and any(report.begun and report.step == step for report in whole.values())
+    kept = {} if stops else {name: report.begun for name, report in whole.items() if report.step == step}
     speeds = {member.name: member.speed for member in [*members, *new]}
-    slots = deal(epoch.num_slots, speeds, epoch.slots_of(step) if repeats else {})
+    dealt = epoch.slots_of(step)
+    slots = deal(epoch.num_slots, speeds, {name: dealt[name][:number] for name, number in kept.items()})
     return Epoch(
         number=epoch.number + 1,
         step=step,
@@ -202,7 +211,7 @@ def next_epoch(
         slots=tuple(slots.values()),
         why=_explain(epoch, reports, stays, [peer.name for peer in new], excluded)
         + ("; stops" if stops else ""),
-        repeats=repeats,
+        kept=tuple(kept.get(name, 0) for name in slots),
         stops=stops,
     )
 

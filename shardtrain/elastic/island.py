@@ -26,6 +26,7 @@ from shardtrain.elastic.epoch import Epoch, Peer
 from shardtrain.elastic.epoch_files import parse_epoch, read_epoch
 from shardtrain.elastic.folder_checkpoints import FolderCheckpoints, SavedProgram
 from shardtrain.elastic.frames import Lost, Received, UnexpectedFrame
+from shardtrain.elastic.history import ELASTIC
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Chunk, Update, from_header, to_header, to_json
 from shardtrain.elastic.run_files import RunFiles
@@ -197,7 +198,7 @@ class ElasticIsland:
     ) -> None:
         self._program, self._save_every, self._num_slots = program, save_every, options.num_slots
         self._report, self._closing = report, False
-        self.files = RunFiles(folder / "elastic")
+        self.files = RunFiles(folder / ELASTIC)
         # what can fail comes before the sockets
         newest = self.files.newest()
         epoch = self._check(read_epoch(self.files, newest)) if newest else None

@@ -6,6 +6,7 @@ that the epoch before did not commit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from shardtrain.elastic.epoch import Epoch
 
@@ -17,37 +18,74 @@ class LedgerLine:
     Args:
       step: number of the step.
       epoch: epoch of its sum.
-      slots: member -> its slots, in the order in which it summed them.
+      groups: member -> groups of its slots: it sums each group, and then adds these sums. There are several
+        only if a step was repeated.
       repeats: the epoch that had begun the step; None if it was not repeated.
       why: what changed with the epoch.
     """
 
     step: int
     epoch: int
-    slots: dict[str, tuple[int, ...]]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
     repeats: int | None
     why: str
 
+    @property
+    def slots(self) -> dict[str, tuple[int, ...]]:
+        """Member -> its slots, in the order in which it summed them."""
+        return {name: tuple(chain.from_iterable(groups)) for name, groups in self.groups.items()}
 
-def list_ledger(epochs: Sequence[Epoch], num_steps: int) -> list[LedgerLine]:
-    """Return the lines of the first steps.
+
+def list_ledger(epochs: Sequence[Epoch], num_steps: int, first: int = 0) -> list[LedgerLine]:
+    """Return the lines of committed steps.
+
+    Args:
+      epochs: all epochs of a run, in order.
+      num_steps: number of steps that are committed.
+      first: the first step to list.
+
+    Raises:
+      ValueError: an epoch is missing.
+    """
+    lines = []
+    for epoch, steps in zip(epochs, find_steps(epochs, num_steps), strict=True):
+        for step in range(max(first, steps.start), steps.stop):
+            repeats = epoch.number - 1 if epoch.repeats and step == epoch.step else None
+            groups = {name: _group_slots(epochs, epoch, step, name) for name in epoch.names}
+            line = LedgerLine(step=step, epoch=epoch.number, groups=groups, repeats=repeats, why=epoch.why)
+            lines.append(line)
+    return lines
+
+
+def find_steps(epochs: Sequence[Epoch], num_steps: int) -> list[range]:
+    """Return the steps that each epoch committed; what came after a checkpoint that all died after is void.
 
     Args:
       epochs: all epochs of a run, in order.
       num_steps: number of steps that are committed.
 
     Raises:
-      ValueError: an epoch is missing, or the first begins later than a step.
+      ValueError: an epoch is missing.
+
+    >>> from shardtrain.elastic.epoch import Peer, found_epoch
+    >>> steps = find_steps([found_epoch(number, Peer(name="a", address=""), 5, 1) for number in (1, 2)], 9)
+    >>> [list(each) for each in steps]
+    [[], [5, 6, 7, 8]]
     """
     if [epoch.number for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise ValueError(f"a ledger needs all epochs from 1, not {[epoch.number for epoch in epochs]}")
-    lines = []
-    for step in range(epochs[0].step, num_steps):
-        epoch = next(epoch for epoch in reversed(epochs) if epoch.step <= step)
-        repeats = epoch.number - 1 if epoch.repeats and step == epoch.step else None
-        slots = epoch.slots_of(step)
-        lines.append(LedgerLine(step=step, epoch=epoch.number, slots=slots, repeats=repeats, why=epoch.why))
-    return lines
+    ends = accumulate([num_steps, *(epoch.step for epoch in reversed(epochs))], min)
+    return [range(epoch.step, end) for epoch, end in zip(reversed(epochs), ends, strict=False)][::-1]
+
+
+def _group_slots(
+    epochs: Sequence[Epoch], epoch: Epoch, step: int, name: str, most: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the first slots of a member: what it kept of epochs before, and what it computed in this one."""
+    kept = dict(zip(epoch.names, epoch.kept, strict=False)).get(name, 0) if step == epoch.step else 0
+    groups = _group_slots(epochs, epochs[epoch.number - 2], step, name, kept) if kept else ()
+    new = epoch.slots_of(step).get(name, ())[kept:most]
+    return (*groups, new) if new else groups
 
 
 def is_valid_checkpoint(epochs: Sequence[Epoch], step: int, number: int) -> bool:

@@ -471,7 +471,7 @@ class Member:
             step=max(self.step, 0),
             behind=self._is_behind,
             held=self._vote is not None,
-            begun=self._asked is not None,
+            begun=len(self._asked or ()),
             stops=self._stopping or (self._is_waiting and self._stops),
             leaves=self._leaves,
             speed=self._speed,

@@ -3,12 +3,13 @@
 A file of an epoch is made once and never changed, so the folder decides who is a member. Next: `sockets.py`.
 """
 
+import json
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from shardtrain.system.atomic_write import create_file, sync
 from shardtrain.system.untrusted_files import name_problem, read_bytes
 
+EPOCHS, ALIVE, CHECKPOINTS, MEMBERS = "epochs", "alive", "checkpoints", "members"
 MOST_EPOCH_BYTES = 1 << 24
 PUBLIC = ".public"
 MOST_KEY_BYTES = 1 << 10
@@ -47,11 +49,12 @@ class RunFiles:
 
     def __init__(self, folder: Path, *, late_seconds: float = 60.0) -> None:
         self.folder = folder
-        self._epochs, self._keys = folder / "epochs", folder / "keys"
-        self._alive, self._checkpoints = folder / "alive", folder / "checkpoints"
+        self._epochs, self._keys = folder / EPOCHS, folder / "keys"
+        self._alive, self._checkpoints = folder / ALIVE, folder / CHECKPOINTS
+        self._members = folder / MEMBERS
         self._late_seconds = late_seconds
         self._owners: dict[str, str] = {}
-        for each in (self._epochs, self._alive, self._checkpoints):
+        for each in (self._epochs, self._alive, self._checkpoints, self._members):
             each.mkdir(parents=True, exist_ok=True)
         self._keys.mkdir(mode=0o700, exist_ok=True)
         found = self._keys.stat()
@@ -111,14 +114,23 @@ class RunFiles:
           ValueError: the name cannot be that of a file.
           FileExistsError: an island of this name has another key.
         """
-        problem = (
-            name_problem(name) or ("/" in name and "has a slash") or (name[0] == "." and "begins with a dot")
-        )
-        if problem:
-            raise ValueError(f"the name {name!r} of an island {problem}; use letters, digits and dashes")
+        _check_name(name)
         path = self._keys / f"{name}{PUBLIC}"
         if not create_file(path, public_key.encode(), 0o600):
             raise FileExistsError(f"{path} exists; an island that comes again needs a new name")
+
+    def describe_member(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Keep what an island is, such as its host and mesh, for `history.py`; the first call counts.
+
+        Args:
+          name: of the island.
+          facts: values of JSON.
+
+        Raises:
+          ValueError: the name cannot be that of a file.
+        """
+        _check_name(name)
+        create_file(self._members / f"{name}.json", json.dumps(facts).encode())
 
     def find_owner(self, public_key: str) -> str | None:
         """Return the name of the island with a public key; None if the folder does not list it."""
@@ -138,9 +150,6 @@ class RunFiles:
         return self._wait(
             lambda: self.find_owner(public_key), f"{self._keys} lists no island with the key {public_key}"
         )
-
-    def describe_member(self, name: str, facts: Any) -> None:
-        pass
 
     def touch_alive(self, name: str) -> None:
         """Show that a member is alive."""
@@ -190,12 +199,7 @@ class RunFiles:
 
     def list_checkpoints(self) -> list[SavedCheckpoint]:
         """List all checkpoints by step and epoch, void ones too."""
-        found = []
-        for path in self._checkpoints.glob("step-*-epoch-*"):
-            words = path.name.split("-")
-            if len(words) == 4 and words[1].isdecimal() and words[3].isdecimal():
-                found.append(SavedCheckpoint(int(words[1]), int(words[3]), path))
-        return sorted(found)
+        return list_checkpoints(self.folder)
 
     def _epoch_path(self, number: int) -> Path:
         return self._epochs / f"{number}.json"
@@ -210,6 +214,28 @@ class RunFiles:
                 )
             time.sleep(0.02)
         return found
+
+
+def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """List all checkpoints by step and epoch, void ones too, without making anything.
+
+    Args:
+      folder: the folder of `RunFiles`.
+    """
+    found = []
+    for path in (folder / CHECKPOINTS).glob("step-*-epoch-*"):
+        words = path.name.split("-")
+        if len(words) == 4 and words[1].isdecimal() and words[3].isdecimal():
+            found.append(SavedCheckpoint(int(words[1]), int(words[3]), path))
+    return sorted(found)
+
+
+def _check_name(name: str) -> None:
+    problem = (
+        name_problem(name) or ("/" in name and "has a slash") or (name[0] == "." and "begins with a dot")
+    )
+    if problem:
+        raise ValueError(f"the name {name!r} of an island {problem}; use letters, digits and dashes")
 
 
 def _list_fresh(folder: Path, pattern: str) -> Iterator[Path]:

@@ -22,6 +22,7 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.engine import Wish
 from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.history import ELASTIC
 from shardtrain.elastic.island import ElasticIsland
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
@@ -46,9 +47,6 @@ from shardtrain.trainer.setup import RunSetup
 
 ADDRESS = "SHARDTRAIN_ADDRESS"
 """Environment variable: the address at which other islands reach this one."""
-
-ELASTIC = "elastic"
-"""Key in a checkpoint, and the folder in a run folder."""
 
 FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
 KEPT_LINES = 64

@@ -2,8 +2,9 @@
 
     python tests/elastic/chaos.py --events 100
 
-At the end all living islands have the parameters of one process alone, bitwise, and the ledger of the folder
-has each slot of each step once. Prints how long the others waited after a kill.
+At the end all living islands have the parameters of one process alone, bitwise, the ledger of the folder has
+each slot of each step once, and a replay of it has sums in float32, which depend on their order, bitwise.
+Prints how long the others waited after a kill.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from elastic_island import PATIENCE_SECONDS, SLOTS, train_alone
+from elastic_island import PATIENCE_SECONDS, SLOTS, Toy, train_alone
 
-from shardtrain.elastic.epoch_files import list_epochs
-from shardtrain.elastic.ledger import list_ledger
-from shardtrain.elastic.run_files import RunFiles
+from shardtrain.elastic.history import read_history
+from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
+from shardtrain.elastic.replay import list_differences, replay_steps
+from shardtrain.elastic.run_files import list_checkpoints
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_island.py"
 
@@ -95,9 +97,16 @@ class Run:
         # if all members leave, the run stops early, and new islands continue from its checkpoint
         finished = {each for each in outcomes if each.startswith(f"stopped {self.steps} ")}
         assert finished == {f"stopped {self.steps} {train_alone(self.steps)}"}, outcomes
-        epochs = list_epochs(RunFiles(self.folder / "elastic"))
+        epochs = read_history(self.folder).epochs
         for line in list_ledger(epochs, self.steps):
             assert sorted(slot for slots in line.slots.values() for slot in slots) == list(range(SLOTS)), line
+        meshes = {name: "" for epoch in epochs for name in epoch.names}
+        for saved in list_checkpoints(self.folder / "elastic"):
+            if is_valid_checkpoint(epochs, saved.step, saved.epoch):
+                replayed, restored = Toy(), Toy()
+                replay_steps({"": replayed}, meshes, epochs, 0, saved.step)
+                restored.restore(saved.folder)
+                assert list_differences(replayed.state, restored.state) == []
         return epochs
 
     def list_waits(self, killed):

@@ -50,19 +50,19 @@ def update(params, values):
 class OwnSum:
     """An island's own sum: for each element slots counted, a value, and a trace of the order of additions."""
 
-    def __init__(self, note: Callable[[tuple[int, ...]], None]) -> None:
-        self.slots: list[int] = []
+    def __init__(self, note: Callable[[tuple[tuple[int, ...], ...]], None]) -> None:
+        self.groups: list[tuple[int, ...]] = []
         self.elements = [(0, 0, 1)] * ELEMENTS
         self._note = note
 
-    def add(self, params, step, slot):
-        self.slots.append(slot)
-        grads = gradient(params, step, slot)
-        added = [(1000**slot, value, value) for value in grads]
-        self.elements = [_plus(*pair) for pair in zip(self.elements, added, strict=True)]
+    def add(self, params, step, slots):
+        self.groups += [slots] if slots else []
+        for slot in slots:
+            added = [(1000**slot, value, value) for value in gradient(params, step, slot)]
+            self.elements = [_plus(*pair) for pair in zip(self.elements, added, strict=True)]
 
     def copy(self, num_chunks):
-        self._note(tuple(self.slots))
+        self._note(tuple(self.groups))
         return WholeSum(list(self.elements), num_chunks)
 
 
@@ -108,6 +108,7 @@ class Scenario:
     state_seconds: float
     duration: float
     encodes: bool
+    num_steps: int | None
 
 
 HUNTED = ("vote", "report", "propose", "state", "write", "bye", "apply", "announce", "chunk", "compute")
@@ -131,6 +132,7 @@ def draw_scenario(rng: random.Random) -> Scenario:
         state_seconds=rng.choice([0.2, 1.0, 5.0]),
         duration=rng.choice([20.0, 40.0, 60.0]),
         encodes=rng.random() < 0.1,
+        num_steps=rng.choice([None, None, rng.randint(1, 40)]),
     )
 
 
@@ -142,6 +144,7 @@ class Node:
         newest = world.newest(name)
         options = Membership(
             num_slots=world.scenario.num_slots,
+            num_steps=world.scenario.num_steps,
             min_members=world.scenario.min_members,
             wait_seconds=40.0,
             minority_seconds=5.0,
@@ -149,7 +152,7 @@ class Node:
         )
         self.member = world.kind(Peer(name=name, address=f"tcp://{name}"), options, newest)
         self.alive, self.thaws, self.is_gone = True, 0.0, False
-        self.computes_until = 0.0
+        self.works_until = 0.0
         self.peers: set[str] = set()
         self.step, self.params = -1, START
         self.own: OwnSum | None = None
@@ -184,7 +187,7 @@ class Simulation:
         self.touched = 0.0
         self.checkpoints: list[tuple[int, int, tuple[int, ...]]] = []
         self.applied: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self.given: dict[tuple[int, int, str], tuple[int, ...]] = {}
+        self.given: dict[tuple[int, int, str], tuple[tuple[int, ...], ...]] = {}
         self.reference = [START]
         self.hunts: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -276,6 +279,11 @@ class Simulation:
                 self.event(node, made)
 
         self.after(seconds, do, node)
+
+    def work(self, node: Node, seconds: float, do: Callable[[], engine.Event | None]) -> None:
+        """Do what the thread that computes does, one after the other, while the member goes on."""
+        node.works_until = max(node.works_until, self.now) + seconds
+        self.later(node, node.works_until - self.now, do)
 
     # -- network --------------------------------------------------------------------------------------------
 
@@ -405,59 +413,73 @@ class Simulation:
 
     def do_restore(self, node: Node, effect: engine.Restore) -> None:
         params = [p for s, _, p in self.checkpoints if s == effect.step] or [START]
-        node.step, node.params = effect.step, params[0]
+
+        def restore() -> None:
+            node.step, node.params, node.own = effect.step, params[0], None
+
+        self.work(node, 0.0, restore)
 
     def do_sendstate(self, node: Node, effect: engine.SendState) -> None:
-        check(node.step == effect.step, "a donor sends another step than it has", node.name, effect)
-        step, params = node.step, node.params
+        def send() -> None:
+            check(node.step == effect.step, "a donor sends another step than it has", node.name, effect)
+            state = node.step, node.params
+            seconds = self.rng.uniform(0, self.scenario.state_seconds)
+            self.carry(
+                node, effect.peer, seconds, lambda to: self.receive_state(to, node.name, *state), fifo=False
+            )
 
-        def arrive(to: Node) -> None:
-            if to.member.phase is Phase.JOIN and to.lives and to.member._donor.name == node.name:
-                to.step, to.params = step, params
-                self.event(to, engine.StateReceived(node.name, step))
+        self.work(node, 0.0, send)
 
-        self.carry(node, effect.peer, self.rng.uniform(0, self.scenario.state_seconds), arrive, fifo=False)
+    def receive_state(self, node: Node, donor: str, step: int, params: tuple[int, ...]) -> None:
+        def copy() -> engine.Event:
+            node.step, node.params, node.own = step, params, None
+            # the joiner may have another donor by now
+            self.counts["late state"] += node.member.donor != donor
+            return engine.StateReceived(donor, step)
+
+        if node.lives and node.member.phase is Phase.JOIN and node.member.donor == donor:
+            self.work(node, self.rng.choice([0.0, 0.0, self.rng.uniform(0, 3)]), copy)
 
     def do_compute(self, node: Node, effect: engine.Compute) -> None:
-        check(node.step == effect.step, "a member computes another step than it has", node.name, effect)
         name, member = node.name, node.member
+        planned = self.scenario.num_steps
+        check(planned is None or effect.step < planned, "a step after the last one is computed", name, effect)
 
-        def note(slots: tuple[int, ...]) -> None:
-            self.given[member.number, effect.step, name] = slots
-
-        if node.own is None:
-            node.own = OwnSum(note)
-        own, params = node.own, node.params
+        def note(groups: tuple[tuple[int, ...], ...]) -> None:
+            self.given[member.number, effect.step, name] = groups
 
         def compute() -> engine.Event:
-            for slot in effect.slots:
-                own.add(params, effect.step, slot)
-            return engine.Computed(effect.step, effect.slots, own)
+            check(node.step == effect.step, "a member computes another step than it has", name, effect)
+            node.own = node.own or OwnSum(note)
+            node.own.add(node.params, effect.step, effect.slots)
+            return engine.Computed(effect.step, effect.slots, node.own)
 
-        seconds = 0.05 + node.speed * len(effect.slots)
-        node.computes_until = max(node.computes_until, self.now) + seconds
-        self.later(node, node.computes_until - self.now, compute)
+        self.work(node, 0.05 + node.speed * len(effect.slots), compute)
 
     def do_apply(self, node: Node, effect: engine.Apply) -> None:
         step, epoch, total = effect.step, effect.epoch, effect.total
         elements = tuple(total.elements if isinstance(total, WholeSum) else total)
-        check(node.step == step, "an island applies another step than its next", node.name, effect)
         slots = sum(1000**slot for slot in range(self.scenario.num_slots))
         check(all(e[0] == slots for e in elements), "a slot is not counted exactly once", node.name, step)
         first = self.applied.setdefault((step, epoch), elements)
         check(first == elements, "two islands apply unequal sums", node.name, step, epoch)
         self.check_epoch_of(step, epoch)
-        node.params, node.step, node.own = update(node.params, [e[1] for e in elements]), step + 1, None
+
+        def apply() -> engine.Event:
+            check(node.step == step, "an island applies another step than its next", node.name, effect)
+            values = [e[1] for e in elements]
+            node.params, node.step, node.own = update(node.params, values), step + 1, None
+            self.check_params(node)
+            return engine.Applied(step)
+
+        self.work(node, self.rng.uniform(0, 0.1), apply)
+
+    def check_params(self, node: Node) -> None:
         while len(self.reference) <= node.step:
-            grads = [
-                gradient(self.reference[-1], len(self.reference) - 1, s)
-                for s in range(self.scenario.num_slots)
-            ]
-            self.reference.append(
-                update(self.reference[-1], [sum(g) % MODULUS for g in zip(*grads, strict=True)])
-            )
-        check(node.params == self.reference[node.step], "parameters differ from one process", node.name, step)
-        self.later(node, self.rng.uniform(0, 0.1), lambda: engine.Applied(step))
+            step, params = len(self.reference) - 1, self.reference[-1]
+            grads = [gradient(params, step, slot) for slot in range(self.scenario.num_slots)]
+            self.reference.append(update(params, [sum(g) % MODULUS for g in zip(*grads, strict=True)]))
+        check(node.params == self.reference[node.step], "parameters differ from one process", node.name)
 
     def check_epoch_of(self, step: int, number: int) -> None:
         """Some may have applied a step only if no later epoch repeats it, other than from a checkpoint."""
@@ -471,10 +493,12 @@ class Simulation:
             )
 
     def do_write(self, node: Node, effect: engine.Write) -> None:
-        check(node.step == effect.step, "a chief writes another step than it has", node.name, effect)
-        step, params = node.step, node.params
+        def write() -> None:
+            check(node.step == effect.step, "a chief writes another step than it has", node.name, effect)
+            step, params = node.step, node.params
+            self.after(self.rng.uniform(0, 2), lambda: commit(step, params), node)
 
-        def commit() -> None:
+        def commit(step: int, params: tuple[int, ...]) -> None:
             fence = node.member.fence
             if fence is not None and fence >= len(self.epochs):
                 check(self.epochs[-1].names[0] == node.name, "one that is not chief writes", node.name, step)
@@ -482,12 +506,15 @@ class Simulation:
                 self.counts["saved"] += 1
             elif node.lives:
                 self.counts["refused"] += 1
-                self.after(1.0, commit, node)
+                self.after(1.0, lambda: commit(step, params), node)
 
-        self.after(self.rng.uniform(0, 2), commit, node)
+        self.work(node, 0.0, write)
 
     def do_over(self, node: Node, effect: engine.Over) -> None:
-        self.outcomes[node.name] = (effect.outcome, node.member.number, node.step, node.params)
+        def end() -> None:
+            self.outcomes[node.name] = (effect.outcome, node.member.number, node.step, node.params)
+
+        self.work(node, 0.0, end)
         self.counts[effect.outcome] += 1
         for name, other in self.nodes.items():
             if node.name in other.peers and not self.is_cut(node.name, name):
@@ -618,9 +645,10 @@ class Simulation:
         if self.epochs:
             for line in list_ledger(self.epochs, num_steps):
                 if (line.step, line.epoch) in self.applied:
-                    given = {name: self.given.get((line.epoch, line.step, name)) for name in line.slots}
-                    check(given == line.slots, "the ledger tells another story", line, given)
+                    given = {name: self.given.get((line.epoch, line.step, name)) for name in line.groups}
+                    check(given == line.groups, "the ledger tells another story", line, given)
         self.counts["steps"] += num_steps
+        self.counts["planned end"] += num_steps == self.scenario.num_steps
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ HELD = Report(
     step=12,
     behind=False,
     held=True,
-    begun=True,
+    begun=2,
     stops=False,
     leaves=False,
     speed=1,
@@ -23,7 +23,7 @@ HELD = Report(
 )
 NOT_HELD = replace(HELD, held=False)
 FURTHER = replace(HELD, step=13, held=False)
-BEHIND = replace(HELD, step=9, behind=True, held=False, begun=False)
+BEHIND = replace(HELD, step=9, behind=True, held=False, begun=0)
 
 
 def follow(*reports, joiners=()):
@@ -84,7 +84,7 @@ def test_the_run_ends_if_all_leave_and_nobody_continues_without_the_right_state(
 def test_the_ledger_follows_from_the_epochs():
     first = found_epoch(1, A, 0, 2)
     grown = Epoch(number=2, step=2, members=(A, B), slots=((0,), (1,)), why="joined b")
-    lost = Epoch(number=3, step=3, members=(B,), slots=((1, 0),), why="lost a", repeats=True)
+    lost = Epoch(number=3, step=3, members=(B,), slots=((1, 0),), why="lost a", kept=(1,))
     lines = list_ledger([first, grown, lost], 4)
     assert [(line.step, line.epoch, line.repeats, line.why) for line in lines] == [
         (0, 1, None, "founded"),
@@ -94,10 +94,32 @@ def test_the_ledger_follows_from_the_epochs():
     ]
     assert lines[2].slots == {"a": (0,), "b": (1,)}
     assert lines[3].slots == {"b": (1, 0)}
+    assert lines[3].groups == {"b": ((1,), (0,))}
+    # all died; what came after the checkpoint is void
     again = found_epoch(4, C, 1, 2)
     assert [line.epoch for line in list_ledger([first, grown, lost, again], 4)] == [1, 4, 4, 4]
+    later = Epoch(number=5, step=5, members=(C, A), slots=((0,), (1,)), why="joined a")
+    all_died = [first, grown, lost, again, later, found_epoch(6, B, 2, 2)]
+    assert [line.epoch for line in list_ledger(all_died, 7)] == [1, 4, 6, 6, 6, 6, 6]
     with pytest.raises(ValueError, match="all epochs from 1"):
         list_ledger([first, lost], 4)
+
+
+def test_a_member_that_had_not_begun_the_slots_of_an_epoch_sums_them_with_later_ones():
+    four = Epoch(number=1, step=0, members=(A, B, C), slots=((0, 1), (2,), (3,)), why="founded")
+    begun = replace(HELD, epoch=1, step=0, held=False, begun=2)
+    lost = next_epoch(four, {"a": begun, "b": replace(begun, begun=1)}, {})
+    assert lost is not None
+    assert lost.slots == ((0, 1), (2, 3))
+    again = next_epoch(lost, {"a": begun, "b": replace(begun, begun=1)}, {"c": C})
+    assert again is not None
+    assert again.slots == ((0, 1), (2,), (3,))
+    alone = next_epoch(again, {"a": begun}, {})
+    assert alone is not None
+    assert list_ledger([four, lost, again, alone], 1)[0].groups == {"a": ((0, 1), (2, 3))}
+    whole = next_epoch(lost, {"a": begun, "b": replace(begun, begun=2)}, {})
+    assert whole is not None
+    assert list_ledger([four, lost, whole], 1)[0].groups == {"a": ((0, 1),), "b": ((2,), (3,))}
 
 
 def test_a_checkpoint_of_a_chief_that_was_left_behind_is_not_valid():

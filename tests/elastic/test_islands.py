@@ -15,11 +15,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import Run, run_chaos  # adds the folder of programs
 from elastic_island import SIZE, SLOTS, Toy, train_alone
+from elastic_training import make_program
 from elastic_training import train_alone as train_model_alone
 
 from shardtrain.elastic.engine import Restore
+from shardtrain.elastic.history import read_history
 from shardtrain.elastic.island import ElasticIsland, StateArrived
 from shardtrain.elastic.member import Membership
+from shardtrain.elastic.replay import list_differences, replay_steps
+from shardtrain.elastic.run_files import list_checkpoints
 
 TRAINING = Path(__file__).parents[1] / "programs" / "elastic_training.py"
 
@@ -70,8 +74,8 @@ def test_when_all_are_dead_a_new_one_goes_on_from_the_checkpoint(run):
 def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
     """Also by an island that has received the state of one that died since."""
     island = ElasticIsland(tmp_path, toy := Toy(), Membership(num_slots=SLOTS), host="127.0.0.1")
-    later = jax.tree.leaves({"x": np.full(SIZE, 3), "step": np.array(5)})
     island._checkpoints.find()
+    later = jax.tree.leaves({**toy.state, "x": np.full(SIZE, 3), "step": np.array(5)})
     island._do(StateArrived("a", 5, later))
     assert toy.state["step"] == 5
     island._do(Restore(0))
@@ -124,3 +128,16 @@ def test_a_model_has_the_losses_of_one_device(tmp_path, warm_python):
     for number in "124":
         for step, loss in read(number).items():
             np.testing.assert_allclose(loss, expected[step], rtol=1e-5)
+
+    # from the ledger alone, with the meshes and slots of each member
+    history = read_history(tmp_path)
+    programs = {number: make_program(jax.devices()[:number]) for number in (1, 2, 4)}
+    meshes = {name: history.find_mesh(name)["data"] for name in history.members}
+    first = 0
+    for saved in list_checkpoints(tmp_path / "elastic"):
+        found = programs[replay_steps(programs, meshes, history.epochs, first, saved.step)].state
+        restored = make_program(jax.devices()[:1])
+        restored.restore(saved.folder)
+        assert list_differences(found, restored.state) == []
+        first = saved.step
+    assert first == len(expected)

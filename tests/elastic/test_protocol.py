@@ -12,7 +12,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation, draw_scenario
 
-from shardtrain.elastic.engine import Checkpoint, Connect, FindCheckpoint, Look, Propose, Seen, Tick
+from shardtrain.elastic.engine import (
+    Checkpoint,
+    Connect,
+    FindCheckpoint,
+    Look,
+    Propose,
+    Seen,
+    StateReceived,
+    Tick,
+)
 from shardtrain.elastic.epoch import Peer, Report
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Chunk, Vote
@@ -36,6 +45,8 @@ def test_runs_with_faults_keep_every_invariant(first):
         "cut off",
         "no state",
         "saved",
+        "late state",
+        "planned end",
     ):
         assert counts[what] > 0, what
     assert counts["steps"] > 10 * 50
@@ -121,6 +132,25 @@ class ProposesAlone(Member):
         return super()._get(kind, name, step) or invented
 
 
+class TakesTheStateOfAFormerDonor(Member):
+    def _take(self, event):
+        is_state = isinstance(event, StateReceived)
+        super()._take(replace(event, peer=self.donor) if is_state else event)
+
+
+class TrainsAStepTooMany(Member):
+    def _is_last(self, step):
+        return super()._is_last(step - 1)
+
+
+class StopsAloneAtTheLastStep(Member):
+    def _commit(self):
+        if not self._is_last(self.step + 1) or not self._vote:
+            return super()._commit()
+        self._apply(self.number, self._ring.total)
+        return self._stop()
+
+
 MUTANTS = (
     AppliesBeforeTheVotes,
     LeavesWithoutBye,
@@ -133,6 +163,9 @@ MUTANTS = (
     ForgetsItsSlots,
     WaitsForALostDonor,
     ProposesAlone,
+    TakesTheStateOfAFormerDonor,
+    TrainsAStepTooMany,
+    StopsAloneAtTheLastStep,
 )
 
 

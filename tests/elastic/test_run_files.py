@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardtrain.elastic.history import list_members
 from shardtrain.elastic.run_files import RunFiles
 
 PROPOSALS = Path(__file__).parents[1] / "programs" / "elastic_proposals.py"
@@ -123,3 +124,15 @@ def test_a_checkpoint_of_an_older_epoch_is_not_committed(tmp_path):
     assert [(each.step, each.epoch) for each in found] == [(10, 1), (20, 1)]
     assert (found[0].folder / "arrays" / "0").read_bytes() == b"x"
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
+
+
+def test_what_an_island_is_can_be_read_and_is_written_once(tmp_path):
+    files = RunFiles(tmp_path)
+    files.describe_member("a", {"host": "one", "mesh": {"data": 2}})
+    files.describe_member("a", {"host": "another"})
+    assert list_members(tmp_path) == {"a": {"host": "one", "mesh": {"data": 2}}}
+    with pytest.raises(ValueError, match="use letters, digits and dashes"):
+        files.describe_member("../a", {})
+    (tmp_path / "members" / "b.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"b\.json is no JSON object"):
+        list_members(tmp_path)

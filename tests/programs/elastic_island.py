@@ -24,10 +24,14 @@ def say(text):
 
 
 class Toy:
-    """Parameters that depend on each slot of each step, whoever computes it."""
+    """Parameters that depend on each slot of each step: x not on who computes it, and y on who does."""
 
     def __init__(self, seconds=0.0):
-        self.state = {"x": np.arange(SIZE, dtype=np.int64), "step": np.zeros((), np.int64)}
+        self.state = {
+            "x": np.arange(SIZE, dtype=np.int64),
+            "y": np.ones(SIZE, np.float32),
+            "step": np.zeros((), np.int64),
+        }
         self.seconds = seconds
 
     def compute(self, step, slots):
@@ -35,12 +39,22 @@ class Toy:
         time.sleep(self.seconds * len(slots))
         assert self.state["step"] == step
         grads = [self.state["x"] * (2 * slot + 3) + 7 * step + slot for slot in slots]
-        return {"grad": np.sum(grads, 0), "counts": np.int64(sum(1000**slot for slot in slots))}
+        noise = [np.sin(self.state["x"] * (slot + 1), dtype=np.float32) for slot in slots]
+        return {
+            "grad": np.sum(grads, 0),
+            "noise": np.sum(noise, 0),
+            "counts": np.int64(sum(1000**slot for slot in slots)),
+        }
 
     def apply(self, step, total):
         assert self.state["step"] == step
         assert total["counts"] == WHOLE, "a slot is missing, or counted twice"
-        self.state = {"x": (self.state["x"] * 31 + total["grad"]) % 10007, "step": np.int64(step + 1)}
+        self.state = {
+            "x": (self.state["x"] * 31 + total["grad"]) % 10007,
+            # a difference in the last bit grows
+            "y": (self.state["y"] * np.float32(1.7) + total["noise"]) % np.float32(1),
+            "step": np.int64(step + 1),
+        }
         say(f"step {step + 1}")
 
     def save(self, folder):
@@ -56,7 +70,7 @@ def train_alone(steps):
     toy = Toy()
     for step in range(steps):
         total = toy.compute(step, range(SLOTS))
-        toy.state = {"x": (toy.state["x"] * 31 + total["grad"]) % 10007, "step": np.int64(step + 1)}
+        toy.apply(step, total)
     return int(toy.state["x"].sum())
 
 

@@ -29,6 +29,11 @@ def make_parts(devices):
     return layout, mesh, model, placement, state, batches
 
 
+def make_program(devices):
+    _, _, model, placement, state, batches = make_parts(devices)
+    return st.ElasticProgram(model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state)
+
+
 def train_alone(devices):
     """Return the losses of each step by `make_step`."""
     layout, mesh, model, placement, state, batches = make_parts(devices)
@@ -42,16 +47,15 @@ def train_alone(devices):
 
 if __name__ == "__main__":
     folder, devices = Path(sys.argv[1]), jax.devices()[: int(sys.argv[2])]
-    _, _, model, placement, state, batches = make_parts(devices)
-
     names = folder / "names"
     names.mkdir(exist_ok=True)
     (names / f"pid-{sys.argv[2]}").write_text(str(os.getpid()))
 
     with (folder / f"losses-{sys.argv[2]}.jsonl").open("w", buffering=1) as output:
-        program = st.ElasticProgram(model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state)
+        program = make_program(devices)
         membership = st.Membership(num_slots=SLOTS, num_steps=STEPS, min_members=2, minority_seconds=1.0)
-        with st.ElasticIsland(folder, program, membership, host="127.0.0.1") as island:
+        with st.ElasticIsland(folder, program, membership, save_every=10, host="127.0.0.1") as island:
+            island.files.describe_member(island.member.me.name, {"mesh": {"data": len(devices)}})
             for step in island:
                 loss = program.metrics["loss_sum"] / program.metrics["count"]
                 output.write(json.dumps([step, float(loss)]) + "\n")

@@ -1,0 +1,320 @@
+"""What happened in a run whose islands came and went: its epochs, its islands, and where the time went.
+
+Times are those of the files of epochs; speeds and seconds of saves are those of the metrics. Next:
+`plots/members.py`, which draws it.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+
+from shardtrain.elastic.epoch import Epoch
+from shardtrain.elastic.history import History
+from shardtrain.elastic.ledger import find_steps
+from shardtrain.report.quantities import duration_text, seconds_text
+from shardtrain.report.tables import mesh_line, table_text
+
+GONE = ("left", "excluded", "lost")
+"""Words of an epoch before the names of those that are no members any more."""
+
+PRESENT_SECONDS = 15.0
+"""An island that showed within this time that it is alive is present."""
+
+OF_STEPS = ("seconds/step", "seconds/input", "seconds/other")
+OF_OTHERS = ("seconds/save", "seconds/evaluation")
+"""Kinds of work in a line of metrics."""
+
+CAUSES = {
+    "fewer": "fewer or slower islands than the most",
+    "few": "waiting without a step until an island joined",
+    "saves": "saves and evaluations",
+    "deaths": "until a death was noticed and the others went on (up to 1 s too much for each)",
+    "repeats": "slots of repeated steps that were computed again (estimated)",
+    "absent": "no island was there",
+    "void": "steps after the last checkpoint that were lost with all islands",
+    "rest": "the rest: first steps of islands, slower steps, waits of other kinds",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandPast:
+    """An island of a run; seconds are since the first epoch.
+
+    Args:
+      name: its name.
+      host: the host that it named, or "".
+      mesh: axis -> size, or {}.
+      came: when it became a member.
+      gone: when it was none any more, or last alive.
+      why: left, lost, excluded, present, or ended, of which it is not known whether it stopped or died.
+      num_slots: slots that it computed of committed steps.
+    """
+
+    name: str
+    host: str
+    mesh: Mapping[str, int]
+    came: float
+    gone: float
+    why: str
+    num_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPast:
+    """An epoch as it went.
+
+    Args:
+      epoch: its file.
+      began: seconds from the first epoch to it.
+      seconds: until the next epoch, or the last sign of life of its members if that is founded anew.
+      steps: the steps that it committed.
+      step_seconds: of one of its steps, without saves and evaluations.
+      other_seconds: of its saves and evaluations.
+    """
+
+    epoch: Epoch
+    began: float
+    seconds: float
+    steps: range
+    step_seconds: float
+    other_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPast:
+    """What happened in an elastic run.
+
+    Args:
+      epochs: its epochs.
+      islands: its islands, in the order in which they came.
+      wall_seconds: from the first epoch to the last sign of life.
+      step_seconds: of a step with the most islands; 0 if no step was committed.
+      lost_seconds: key of `CAUSES` -> seconds.
+    """
+
+    epochs: Sequence[EpochPast]
+    islands: Sequence[IslandPast]
+    wall_seconds: float
+    step_seconds: float
+    lost_seconds: Mapping[str, float]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were committed while islands came and went."""
+        return sum(len(each.steps) for each in self.epochs)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that all steps would have taken with the most islands, undisturbed."""
+        return self.num_steps * self.step_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+
+def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float) -> ElasticPast:
+    """Return what happened.
+
+    Args:
+      history: the files of the run.
+      lines: lines of its metrics; without them, the speed of a step is that of its whole epoch.
+      now: the time, in seconds since 1970.
+
+    Raises:
+      ValueError: an epoch is missing.
+    """
+    epochs = _list_epochs(history, lines)
+    done = [each for each in epochs if each.steps]
+    most = max((len(each.epoch.members) for each in done), default=0)
+    of_most = [each.step_seconds for each in done if len(each.epoch.members) == most]
+    step_seconds = statistics.median(of_most or [0.0])
+    lost = dict.fromkeys(CAUSES, 0.0)
+    for each, following in zip_longest(epochs, epochs[1:]):
+        for cause, seconds in _find_losses(history, each, following, step_seconds):
+            lost[cause] += seconds
+    # a faster epoch than most
+    lost["rest"] += min(lost["fewer"], 0.0)
+    lost["fewer"] = max(lost["fewer"], 0.0)
+    return ElasticPast(
+        epochs=epochs,
+        islands=_list_islands(history, epochs, now),
+        wall_seconds=history.ended - history.made[0],
+        step_seconds=step_seconds,
+        lost_seconds=lost,
+    )
+
+
+def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list[EpochPast]:
+    committed = max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
+    steps = find_steps(history.epochs, committed)
+    seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
+    measured = [_measure_step(lines, each) for each in steps]
+    others = [_sum_seconds(lines, each, OF_OTHERS) for each in steps]
+    found = []
+    for index, epoch in enumerate(history.epochs):
+        # a short epoch has the speed of others with as many islands
+        same = [
+            x
+            for x, other in zip(measured, history.epochs, strict=True)
+            if x and len(other.names) == len(epoch.names)
+        ]
+        whole = (seconds[index] - others[index]) / max(len(steps[index]), 1)
+        found.append(
+            EpochPast(
+                epoch=epoch,
+                began=history.made[index] - history.made[0],
+                seconds=seconds[index],
+                steps=steps[index],
+                step_seconds=measured[index] or (statistics.median(same) if same else whole),
+                other_seconds=others[index],
+            )
+        )
+    return found
+
+
+def _find_end(history: History, index: int) -> float:
+    """Return when an epoch ended, in seconds since 1970."""
+    following = history.epochs[index + 1 :][:1]
+    end = history.made[index + 1] if following else history.ended
+    if not following or following[0].founded:
+        names = history.epochs[index].names
+        alive = max((history.alive[name] for name in names if name in history.alive), default=end)
+        end = min(max(alive, history.made[index]), end)
+    return end
+
+
+def _measure_step(lines: Sequence[Mapping[str, float]], steps: range) -> float | None:
+    """Return the median seconds of a step by the lines of an epoch."""
+    found = [
+        sum(after.get(kind, 0.0) for kind in OF_STEPS) / (after["step"] - before["step"])
+        for before, after in pairwise(lines)
+        if steps.start <= before["step"] < after["step"] <= steps.stop and OF_STEPS[0] in after
+    ]
+    return statistics.median(found) if found else None
+
+
+def _sum_seconds(lines: Sequence[Mapping[str, float]], steps: range, kinds: Sequence[str]) -> float:
+    return sum(line.get(kind, 0.0) for line in lines if line["step"] - 1 in steps for kind in kinds)
+
+
+def _find_losses(
+    history: History, each: EpochPast, following: EpochPast | None, step_seconds: float
+) -> list[tuple[str, float]]:
+    """Return cause -> seconds of an epoch in which no step was committed at the speed of the most islands."""
+    done = len(each.steps)
+    left = each.seconds - done * each.step_seconds
+    found = [("fewer", done * (each.step_seconds - step_seconds))]
+
+    def take(cause: str, seconds: float) -> None:
+        nonlocal left
+        taken = min(max(seconds, 0.0), max(left, 0.0))
+        found.append((cause, taken))
+        left -= taken
+
+    take("saves", each.other_seconds)
+    if following is not None and following.epoch.founded:
+        found.append(("absent", following.began - each.began - each.seconds))
+        take("void", left)
+    elif following is not None:
+        epoch, made = following.epoch, history.made[following.epoch.number - 1]
+        if names := find_names(epoch.why, "lost"):
+            take("deaths", made - min(history.alive.get(name, made) for name in names))
+        elif not done and find_names(epoch.why, "joined"):
+            take("few", left)
+        if epoch.repeats:
+            take("repeats", each.step_seconds * (1 - sum(epoch.kept) / epoch.num_slots))
+    return [*found, ("rest", left)]
+
+
+def _list_islands(history: History, epochs: Sequence[EpochPast], now: float) -> list[IslandPast]:
+    names = dict.fromkeys(name for each in epochs for name in each.epoch.names)
+    found = []
+    for name in names:
+        own = [each for each in epochs if name in each.epoch.names]
+        after = epochs[own[-1].epoch.number :][:1]
+        alive = history.alive.get(name, history.ended)
+        words = [word for word in GONE if after and name in find_names(after[0].epoch.why, word)]
+        if words:
+            gone, why = after[0].began, words[0]
+        else:
+            gone = min(alive, history.ended) - history.made[0]
+            why = "present" if not after and now - alive < PRESENT_SECONDS else "ended"
+        slots = 0
+        for each in own:
+            # the first step is dealt otherwise
+            slots += sum(len(each.epoch.slots_of(step)[name]) for step in each.steps[:1])
+            slots += sum(
+                len(each.epoch.slots_of(step)[name]) * (len(each.steps) - 1) for step in each.steps[1:2]
+            )
+        found.append(
+            IslandPast(
+                name=name,
+                host=str(history.members.get(name, {}).get("host", "")),
+                mesh=history.find_mesh(name),
+                came=own[0].began,
+                gone=gone,
+                why=why,
+                num_slots=slots,
+            )
+        )
+    return found
+
+
+def find_names(why: str, word: str) -> list[str]:
+    """Return the names that an epoch says after a word.
+
+    >>> find_names("joined c; lost a, b", "lost")
+    ['a', 'b']
+    """
+    parts = [part.removeprefix(f"{word} ") for part in why.split("; ") if part.startswith(f"{word} ")]
+    return [name for part in parts for name in part.split(", ")]
+
+
+def past_text(past: ElasticPast) -> str:
+    """Format what happened: epochs, islands, and where the time went."""
+    most = max(len(each.epoch.members) for each in past.epochs)
+    repeated = len({each.epoch.step for each in past.epochs if each.epoch.repeats})
+    slots = past.epochs[0].epoch.num_slots
+    epochs = [
+        [
+            each.epoch.number,
+            duration_text(each.began),
+            each.epoch.step,
+            len(each.epoch.members),
+            "1 step" if each.epoch.repeats else "",
+            each.epoch.why,
+        ]
+        for each in past.epochs
+    ]
+    islands = [
+        [
+            each.name,
+            each.host,
+            mesh_line(each.mesh) if each.mesh else "",
+            duration_text(each.came),
+            duration_text(each.gone),
+            each.why,
+            each.num_slots,
+            f"{each.num_slots / max(past.num_steps * slots, 1):.1%}",
+        ]
+        for each in past.islands
+    ]
+    return (
+        f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)}, {repeated} of them"
+        f" repeated; {len(past.islands)} islands, {most} at most at once\n"
+        + table_text(["epoch", "after", "first step", "islands", "repeats", "why"], epochs)
+        + table_text(["island", "host", "mesh", "came", "gone", "why", "slots", "share of rows"], islands)
+        + _time_text(past)
+    )
+
+
+def _time_text(past: ElasticPast) -> str:
+    whole = past.wall_seconds or 1.0
+    useful = past.num_steps * past.step_seconds
+    rows = [("steps, at the speed of the most islands", useful)]
+    rows += [(CAUSES[cause], seconds) for cause, seconds in past.lost_seconds.items() if round(seconds, 1)]
+    return (
+        f"goodput {past.goodput:.1%}: a step takes {seconds_text(past.step_seconds)} with the most islands;"
+        " the time before the first epoch is not known\n"
+        + table_text(
+            ["what", "seconds", "share"], [(name, round(x, 1), f"{x / whole:.1%}") for name, x in rows]
+        )
+    )
