@@ -1,0 +1,25 @@
+"""Read the epochs of a run from its folder. Next: `epoch.py`."""
+
+from shardtrain.elastic.epoch import Epoch
+from shardtrain.elastic.messages import from_json
+from shardtrain.elastic.run_files import RunFiles
+from shardtrain.system.untrusted_files import parse_json
+
+
+def parse_epoch(content: bytes) -> Epoch:
+    """Return the epoch of a file.
+
+    Raises:
+      ValueError: the file has another form.
+    """
+    return from_json(parse_json(content.decode()), Epoch, "epoch")
+
+
+def read_epoch(files: RunFiles, number: int) -> Epoch:
+    """Return an epoch of a run, which exists."""
+    return parse_epoch(files.wait_for(number))
+
+
+def list_epochs(files: RunFiles) -> list[Epoch]:
+    """Return all epochs of a run, in order."""
+    return [read_epoch(files, number) for number in range(1, files.newest() + 1)]
