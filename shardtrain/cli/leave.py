@@ -1,5 +1,6 @@
 """`shardtrain leave RUN_FOLDER [ISLAND]`: ask an island of an elastic run to leave, or list its islands."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,10 @@ def main(arguments: Sequence[str]) -> int:
             f"{options.run_folder} has no run of elastic islands, which has files {folder}/epochs/N.json;"
             " give the --run-dir of a run with --elastic"
         )
-    *_, newest = epochs
-    if newest.stops:
-        raise ValueError(f"the run in {options.run_folder} has ended after {newest.step} steps")
     if options.island is None:
-        for name in newest.names:
-            chief = "  chief" if name == newest.names[0] else ""
+        names = epochs[-1].names
+        for name in names:
+            chief = "  chief" if name == names[0] else ""
             terminal.out(f"{name}{chief}{_format_silence(files, name)}\n")
         return 0
     name = find_member(options.island, epochs)
@@ -86,4 +85,5 @@ def find_member(text: str, epochs: Sequence[Epoch]) -> str:
 
 def _format_silence(files: RunFiles, name: str) -> str:
     silent = files.idle_seconds(name)
-    return f"  (no sign of life for {silent:.0f} s)" if silent > SILENT_SECONDS else ""
+    # one that has just joined has shown none yet
+    return f"  (no sign of life for {silent:.0f} s)" if SILENT_SECONDS < silent < math.inf else ""
