@@ -243,16 +243,15 @@ def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str])
 
 def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options) -> int:
     """Start elastic islands and wait for them, or submit them."""
-    islands = options.elastic
+    here, islands = launcher.restarts is not None, options.elastic
     if options.join is not None:
-        job = replace(add_command(job, options.join), logs=job.logs.absolute())
+        job = replace(add_command(job, options.join, here=here), logs=job.logs.absolute())
         if job.folder is None:
             terminal.err("launch: the folder in which the run was begun is not here: started in this one\n")
         islands = next(reversed(find_values(job.arguments, *ELASTIC)), None)
     else:
         arguments = (*job.arguments, "--elastic", str(islands))
-        loopback = None if launcher.restarts is None else LOOPBACK
-        job = replace(job, arguments=arguments, interface=job.interface or loopback)
+        job = replace(job, arguments=arguments, interface=job.interface or (LOOPBACK if here else None))
     name = next(name for name, each in LAUNCHERS.items() if each is launcher)
     check_elastic(job, islands, name, can_start=launcher.elastic is not None)
     assert launcher.elastic is not None

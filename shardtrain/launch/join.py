@@ -14,12 +14,13 @@ from shardtrain.launch.job import Job
 JOIN = "shardtrain launch --join RUN_FOLDER"
 
 
-def add_command(job: Job, run_folder: Path) -> Job:
+def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
     """Return a job whose islands join a run, with the command that the run's folder holds.
 
     Args:
-      job: its arguments are further options of `train`; without an interface it gets that of the run.
+      job: its arguments are further options of `train`.
       run_folder: the folder of the run.
+      here: whether the islands run on this machine; without an interface they get loopback if the run has it.
 
     Raises:
       ValueError: the folder has no elastic run, or the file of its command cannot be read.
@@ -44,7 +45,7 @@ def add_command(job: Job, run_folder: Path) -> Job:
         job,
         arguments=arguments,
         folder=folder if folder.is_dir() else None,
-        interface=job.interface or _find_interface(elastic),
+        interface=job.interface or (_find_interface(elastic) if here else None),
     )
 
 

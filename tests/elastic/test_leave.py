@@ -11,7 +11,7 @@ import pytest
 
 from shardtrain import cli
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
+sys.path.insert(0, str(Path(__file__).parent))
 from chaos import Run
 
 from shardtrain.cli.leave import find_member
