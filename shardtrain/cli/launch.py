@@ -6,6 +6,7 @@ Next: `launch/registry.py`, which lists the launchers.
 
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options
     here, islands = launcher.restarts is not None, options.elastic
     if options.join is not None:
         job = replace(add_command(job, options.join, here=here), logs=job.logs.absolute())
+        terminal.err(f"launch: joins by: {shlex.join(job.arguments)}\n")
         if job.folder is None:
             terminal.err("launch: the folder in which the run was begun is not here: started in this one\n")
         islands = next(reversed(find_values(job.arguments, *ELASTIC)), None)

@@ -1,5 +1,6 @@
 """What `launch` needs to know of an elastic run, old or new: its command, and whether it can start it."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
 
     Raises:
       ValueError: the folder has no elastic run, or the file of its command cannot be read.
+      PermissionError: the file is another user's.
     """
     elastic = run_folder / "elastic"
     try:
@@ -34,6 +36,12 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
             " writes. Give the --run-dir of such a run, or begin one: shardtrain launch --elastic 2..5"
             " --islands 2 -- train RUN"
         ) from None
+    # it starts a run file, which is code
+    if (owner := (elastic / COMMAND).stat().st_uid) != os.geteuid():
+        raise PermissionError(
+            f"{elastic / COMMAND} is of user {owner}, and its command would run as user {os.geteuid()}; start"
+            f" the islands by the command itself: train ... --run-dir {run_folder}"
+        )
     if job.arguments[:1] and not job.arguments[0].startswith("-"):
         raise ValueError(
             f"after -- come further options of train, and {job.arguments[0]!r} is none; the command of the"

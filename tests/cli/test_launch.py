@@ -107,6 +107,13 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
     ):
         assert cli.main(["launch", *words]) == 2
         assert problem in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        assert cli.main(["launch", *join]) == 2
+        assert (
+            f"command.json is of user {os.getuid()}, and its command would run as user 12345"
+            in capsys.readouterr().err
+        )
     begun.rmdir()
     assert cli.main(["launch", *join]) == 0
     shown = capsys.readouterr()
