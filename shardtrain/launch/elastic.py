@@ -16,7 +16,7 @@ from shardtrain.islands.binding import bind_cpus
 from shardtrain.launch.launcher import Launch
 from shardtrain.launch.local import place_here
 from shardtrain.launch.rank import Follower, guard, kill_group
-from shardtrain.launch.rank_end import error_text
+from shardtrain.launch.rank_end import error_text, read_log
 from shardtrain.launch.restarts import Restarts
 from shardtrain.launch.supervise import KILLED, KILLED_TEXT, Supervisor
 from shardtrain.system import terminal
@@ -181,9 +181,7 @@ class _Islands:
         if code == DONE or self._asked or returncode in LEFT:
             return
         how = f"exit code {code}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
-        with ended.log.open("rb") as file:
-            file.seek(ended.log_from)
-            error = error_text(file.read().decode(errors="replace"))
+        error = error_text(read_log(ended.log, ended.log_from))
         text = f"\n=== island {number} failed first: {how} ===\n{error}\n\nwhole log: {ended.log}\n"
         self.first_failure = self.first_failure or _Failure(code=code, text=text)
         # a mistake of the user, or a run that is done: another start does not help
