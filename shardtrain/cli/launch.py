@@ -19,6 +19,7 @@ from typing import Any
 
 from shardtrain.cli import COMMANDS
 from shardtrain.cli.arguments import find_values
+from shardtrain.elastic.options import Elastic
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.cluster import Cluster, read_cluster
@@ -48,11 +49,11 @@ class Options:
 
     Args:
       elastic: fewest and most islands of an elastic run, such as 2..5: islands without MPI, which can die and
-        join while it trains. The option of restarts counts the islands that are started again.
+        join while it trains. One that dies is started again if there are restarts left.
       join: folder of an elastic run. Its islands are started by the command of the run; further options of
         train may follow after --.
       islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
-        in --processes-per-island, or else 1.
+        in --processes-per-island, or the fewest of --elastic, or else 1.
       processes_per_island: number of processes of each island: one number for all, or one for each, such as
         1,3.
       cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
@@ -229,7 +230,8 @@ def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str])
     processes = parse_processes(options.processes_per_island)
     islands = options.islands
     if islands is None:
-        islands = (len(hosts) or 1) if isinstance(processes, int) else len(processes)
+        one = Elastic(islands=options.elastic or "").fewest or 1
+        islands = (len(hosts) or one) if isinstance(processes, int) else len(processes)
     return Job(
         arguments=tuple(program),
         islands=islands,

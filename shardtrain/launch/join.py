@@ -80,11 +80,11 @@ def check_elastic(job: Job, islands: str | None, launcher: str, *, can_start: bo
       ValueError: lists why it cannot.
     """
     problems = []
-    most = Elastic(islands=islands or "").most
-    if most and job.islands > most:
+    elastic = Elastic(islands=islands or "")
+    if elastic.most and job.islands > elastic.most:
         problems.append(
-            f"--islands is {job.islands}, and at most {most} train together; use --islands {most}, or"
-            f" --elastic {islands.partition('..')[0]}..{job.islands}"  # pyright: ignore[reportOptionalMemberAccess]
+            f"--islands is {job.islands}, and at most {elastic.most} train together; use --islands"
+            f" {elastic.most}, or --elastic {elastic.fewest}..{job.islands}"
         )
     if job.processes_per_island != 1:
         problems.append(

@@ -67,7 +67,7 @@ def dry_runs(text):
 
 def test_elastic_islands_are_processes_without_mpi(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
-    words = ["--elastic", "2..5", "--islands", "2", "--dry-run", *BEHIND[:-1], "2,1"]
+    words = ["--elastic", "2..5", "--dry-run", *BEHIND[:-1], "2,1"]
     for number, command in zip(("2", "1"), dry_runs(printed(words, capsys)), strict=True):
         at = command.index(sys.executable)
         program = ["-m", "shardtrain", "train", "run.py", "--cpu-devices", number, "--elastic", "2..5"]
