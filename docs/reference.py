@@ -59,7 +59,8 @@ MODULES = {
 RUN_FILE = "examples/gpt_text.py"
 COMMANDS = (
     *(f"train {RUN_FILE} --help-all", "inspect --help", f"plan {RUN_FILE} --help", "advise --help"),
-    *("calibrate --help", "launch --help", "launch slurm --help", "launch flux --help", "doctor --help"),
+    *("calibrate --help", "launch --help", "launch slurm --help", "launch flux --help"),
+    *("leave --help", "doctor --help"),
     *("checkpoint --help", "generate --help", "evaluate --help", "data --help", "data tokenize --help"),
     *("report --help", "replay --help"),
 )

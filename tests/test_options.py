@@ -28,14 +28,14 @@ OTHERS = {
     "uv and pip": "--extra --group --no-build-isolation --no-cache-dir --no-group --no-sync --refresh-package"
     " --reinstall-package --wheel --with",
     "mpiexec": "--bind-to --host --mca --oversubscribe --version",
-    "Slurm": "--code --cpu-bind --cpus-per-task --exclusive --gpu-bind --gpus-per-task --gres"
+    "Slurm": "--array --code --cpu-bind --cpus-per-task --exclusive --gpu-bind --gpus-per-task --gres"
     " --het-group --kill-on-bad-exit --mem --ntasks-per-node --open-mode --output --signal",
     "Flux": "--cores-per-slot --cores-per-task --exclusive --gpus-per-slot --gpus-per-task --nslots --ntasks"
     " --output --parent --setattr --signal --tasks-per-node",
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
     "MLflow": "--backend-store-uri",
     "containers": "--cpus --memory --shm-size",
-    "the tests": "--events --full --seeds",
+    "the tests": "--events --full --minutes --seeds",
     "the fuzzer": "--cases --jobs --log --seed --shrink",
     "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
@@ -59,6 +59,7 @@ COMMANDS = (
     ["calibrate", "{run}"],
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),
+    ["leave"],
     ["doctor"],
     ["report"],
     ["replay"],

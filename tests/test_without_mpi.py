@@ -87,6 +87,9 @@ def test_launched_ranks_are_told_what_to_install(without_mpi):
     done = without_mpi("-m", "shardtrain", "launch", "--islands", "2", "--", "train", "run.py")
     assert done.returncode == 2
     assert "install shardtrain[mpi], which brings one" in done.stderr
+    # elastic islands start all the same
+    done = without_mpi("-m", "shardtrain", "launch", "--elastic", "1..2", "--", "train", "nope.py")
+    assert (done.returncode, "there is no run file nope.py" in done.stderr) == (2, True)
 
 
 def test_mpi_is_found_from_an_environment_on_top_of_its_own(tmp_path):

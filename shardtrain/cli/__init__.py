@@ -24,6 +24,7 @@ COMMANDS = {
     "advise": "answer questions about devices, batches, saves and hosts by published formulas",
     "calibrate": "measure this machine's devices, for a plan",
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
+    "leave": "ask an island of an elastic run to leave, or list its islands",
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
     "evaluate": "evaluate a trained model on other data, or by questions",
@@ -134,8 +135,9 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
         terminal.out(usage())
         return DONE
     check_words(rest)
+    given = list(rest)
     set_cpu_devices(rest)
-    own = {"stop": stop} if command == "train" else {}
+    own = {"stop": stop, "given_arguments": given} if command == "train" else {}
     return importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
 
 
@@ -209,13 +211,13 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 def _select_island_devices(word: str, numbers: Sequence[str]) -> str:
     from shardtrain.islands.rank_environment import find_rank_environment
-    from shardtrain.islands.rank_placement import PROCESSES, find_placement, parse_processes
+    from shardtrain.islands.rank_placement import (
+        PROCESSES,
+        find_placement,
+        parse_processes,
+        pick_number,
+    )
 
     place = find_rank_environment(os.environ)
     placement = find_placement(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
-    if len(numbers) != placement.num_islands:
-        raise ValueError(
-            f"{word} {','.join(numbers)} is for {len(numbers)} islands, and there are"
-            f" {placement.num_islands}; give {placement.num_islands} numbers, or one for all"
-        )
-    return numbers[placement.island]
+    return pick_number(word, numbers, placement.island, placement.num_islands)

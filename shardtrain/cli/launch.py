@@ -1,10 +1,12 @@
 """`shardtrain launch [LAUNCHER] ... -- train RUN ...`: start a command as islands, here or on other hosts.
 
+`launch --join RUN_FOLDER` starts islands of an elastic run by the command that the folder holds.
 Next: `launch/registry.py`, which lists the launchers.
 """
 
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli import COMMANDS
+from shardtrain.cli.arguments import find_values
+from shardtrain.elastic.options import Elastic
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.cluster import Cluster, read_cluster
+from shardtrain.islands.network import LOOPBACK
 from shardtrain.islands.rank_placement import parse_processes
 from shardtrain.launch.duration import parse_time
+from shardtrain.launch.elastic import supervise_islands
 from shardtrain.launch.hosts import Host, hosts_of_cluster
 from shardtrain.launch.job import Job
+from shardtrain.launch.join import add_command, check_elastic
 from shardtrain.launch.launcher import Launch, Launcher, shell_text
 from shardtrain.launch.log_folder import claim, write_new
 from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
@@ -33,14 +40,20 @@ from shardtrain.system import terminal
 OF_RUNS = ("train", "inspect")
 """Commands that take a run, and therefore --cluster."""
 
+ELASTIC = ("--elastic", "--elastic.islands")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of every launcher.
 
     Args:
+      elastic: fewest and most islands of an elastic run, such as 2..5: islands without MPI, which can die and
+        join while it trains. One that dies is started again if there are restarts left.
+      join: folder of an elastic run. Its islands are started by the command of the run; further options of
+        train may follow after --.
       islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
-        in --processes-per-island, or else 1.
+        in --processes-per-island, or the fewest of --elastic, or else 1.
       processes_per_island: number of processes of each island: one number for all, or one for each, such as
         1,3.
       cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
@@ -54,6 +67,8 @@ class Options:
       dry_run: print the command or script without running it.
     """
 
+    elastic: str | None = None
+    join: Path | None = None
     islands: int | None = None
     processes_per_island: str = "1"
     cluster: Path | None = None
@@ -73,11 +88,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     own, program = split(arguments)
     name, words = _find_launcher(own)
-    if program is None and not {"-h", "--help"} & set(own):
+    joins = bool(find_values(own, "--join"))
+    if program is None and not joins and not {"-h", "--help"} & set(own):
         raise ValueError(_format_missing(own))
     options, special = _parse(name, words)
-    assert program is not None
-    if problem := program_problem(program):
+    program = program or []
+    if problem := _find_problem(program, options):
         raise ValueError(problem)
     launcher = LAUNCHERS[name or DEFAULT]
     hosts = launcher.hosts(special)
@@ -90,9 +106,12 @@ def main(arguments: Sequence[str]) -> int:
         if cluster.strategy_sections and program[0] in OF_RUNS:
             program = [*program, "--cluster", str(options.cluster)]
     job = _make_job(options, hosts, program)
+    if launcher.restarts is not None:
+        job = replace(job, logs=options.logs or job.logs / f"{datetime.now():%Y%m%d-%H%M%S}")
+    if joins or options.elastic:
+        return _launch_elastic(launcher, job, special, options)
     if launcher.restarts is None:
         return _submit(launcher.launch(job, special, os.environ), options.dry_run)
-    job = replace(job, logs=options.logs or job.logs / f"{datetime.now():%Y%m%d-%H%M%S}")
     return _run(launcher, job, special, options.dry_run)
 
 
@@ -137,6 +156,23 @@ def program_problem(program: Sequence[str]) -> str | None:
     if program[0] not in known:
         return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
     return None
+
+
+def _find_problem(program: Sequence[str], options: Options) -> str | None:
+    """Return why the words after --, --elastic and --join cannot be launched; None if they can be."""
+    if options.join is not None:
+        given = [f"--{name}" for name in ("elastic", "cluster") if getattr(options, name) is not None]
+        return f"{' and '.join(given)} and --join are given; the run has its own" if given else None
+    if problem := program_problem(program):
+        return problem
+    given = find_values(program, *ELASTIC) if program[0] == "train" else []
+    if not options.elastic:
+        return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if given else None
+    if program[0] != "train":
+        return f"--elastic is for `train`, and after -- is {program[0]}; leave it out"
+    if given:
+        return f"--elastic {given[0]} is given after -- too; leave that out"
+    return "--elastic and --cluster are both given; use one of them" if options.cluster else None
 
 
 def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
@@ -194,7 +230,8 @@ def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str])
     processes = parse_processes(options.processes_per_island)
     islands = options.islands
     if islands is None:
-        islands = (len(hosts) or 1) if isinstance(processes, int) else len(processes)
+        one = Elastic(islands=options.elastic or "").fewest or 1
+        islands = (len(hosts) or one) if isinstance(processes, int) else len(processes)
     return Job(
         arguments=tuple(program),
         islands=islands,
@@ -205,6 +242,39 @@ def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str])
         time_seconds=None if options.time is None else parse_time(options.time),
         stop_seconds=options.signal_seconds,
     )
+
+
+def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options) -> int:
+    """Start elastic islands and wait for them, or submit them."""
+    here, islands = launcher.restarts is not None, options.elastic
+    if options.join is not None:
+        job = replace(add_command(job, options.join, here=here), logs=job.logs.absolute())
+        terminal.err(f"launch: joins by: {shlex.join(job.arguments)}\n")
+        if job.folder is None:
+            terminal.err("launch: the folder in which the run was begun is not here: started in this one\n")
+        islands = next(reversed(find_values(job.arguments, *ELASTIC)), None)
+    else:
+        arguments = (*job.arguments, "--elastic", str(islands))
+        job = replace(job, arguments=arguments, interface=job.interface or (LOOPBACK if here else None))
+    name = next(name for name, each in LAUNCHERS.items() if each is launcher)
+    check_elastic(job, islands, name, can_start=launcher.elastic is not None)
+    assert launcher.elastic is not None
+    launches = launcher.elastic(job, special, os.environ)
+    if launcher.restarts is None:
+        return _submit(launches[0], options.dry_run)
+    restarts: Restarts = launcher.restarts(special)
+    if options.dry_run:
+        sys.stdout.write(" &\n".join(shell_text(each).rstrip("\n") for each in launches) + "\n")
+        return 0
+    logs = claim(job.logs)
+    terminal.err(f"launch: {_count_islands(job)}; a log for each in {logs}\n")
+    return supervise_islands(
+        launches, logs, restarts, os.environ, time_seconds=job.time_seconds, stop_seconds=job.stop_seconds
+    )
+
+
+def _count_islands(job: Job) -> str:
+    return f"{job.islands} island{'s' * (job.islands > 1)}"
 
 
 def _submit(launch: Launch, dry_run: bool) -> int:
@@ -240,9 +310,10 @@ def _run(launcher: Launcher, job: Job, special: Any, dry_run: bool) -> int:
     if (logs := claim(job.logs)) != job.logs:
         job = replace(job, logs=logs)
         launch = launcher.launch(job, special, os.environ)
-    what = f"{job.islands} island{'s' * (job.islands > 1)}"
     ranks = f" ({job.num_ranks} ranks)" if job.num_ranks != job.islands else ""
-    terminal.err(f"launch: {what}{ranks} by {launch.command[0]}; a log for each rank in {job.logs}\n")
+    terminal.err(
+        f"launch: {_count_islands(job)}{ranks} by {launch.command[0]}; a log for each rank in {job.logs}\n"
+    )
     until = None if job.time_seconds is None else time.monotonic() + job.time_seconds
 
     def start(number: int) -> LaunchEnd:

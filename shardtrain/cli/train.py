@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
+from shardtrain.elastic.command_file import COMMAND, write_command
 from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -64,11 +65,12 @@ def compute_process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def main(arguments: Sequence[str], stop: StopSignals) -> int:
+def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[str]) -> int:
     """Train the run that the arguments describe.
 
     Args:
-      arguments: the command line after `train`.
+      arguments: the command line after `train`, without --cpu-devices.
+      given_arguments: the whole command line after `train`.
       stop: the signal handlers, already installed.
 
     Returns:
@@ -94,6 +96,9 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     from shardtrain.trainer.profiling import parse_steps
     from shardtrain.trainer.program_cache import keep_programs
     from shardtrain.trainer.train import train
+
+    if run.elastic.islands:
+        keep_command(run.run_dir or Path("runs/run"), given_arguments)
 
     # Orbax logs a traceback for each array that it could not write; our own message is printed once
     for name in ("absl", "asyncio"):
@@ -134,6 +139,18 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     if trained.time_over or trained.outcome in ENDED_EARLY:
         return TEMPORARY_FAILURE
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
+
+
+def keep_command(run_folder: Path, arguments: Sequence[str]) -> None:
+    """Keep the command of an elastic run for the islands that join; replace one that never began."""
+    from shardtrain.trainer.run_folder import check_folder
+
+    check_folder(run_folder)
+    folder = run_folder / "elastic"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.glob("epochs/*.json")):
+        (folder / COMMAND).unlink(missing_ok=True)
+    write_command(folder, arguments)
 
 
 def format_failure(activity: ActivityRecord, error: OSError) -> str:

@@ -218,7 +218,7 @@ class ElasticIsland:
             [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in each] for each in (sums, states)
         )
         self._own: tuple[int, Arrays] = -1, []
-        self._is_dealt = False
+        self._is_dealt = self._was_asked = False
         self._initial: Arrays | None = None
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._work: SimpleQueue[Any] = SimpleQueue()
@@ -390,7 +390,11 @@ class ElasticIsland:
     def _show_life(self) -> float:
         if self.member.phase is Phase.JOIN:
             return self.files.idle_seconds()
-        self.files.touch_alive(self.member.me.name)
+        self.files.touch_alive(name := self.member.me.name)
+        if not self._was_asked and self.files.is_asked_to_leave(name):
+            self._was_asked = True
+            self._work.put(f"{name} is asked to leave")
+            self.wish(engine.Wish(leaves=True))
         return 0.0
 
     def _take(self, found: Received | Lost) -> None:

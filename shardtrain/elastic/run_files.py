@@ -51,10 +51,10 @@ class RunFiles:
         self.folder = folder
         self._epochs, self._keys = folder / EPOCHS, folder / "keys"
         self._alive, self._checkpoints = folder / ALIVE, folder / CHECKPOINTS
-        self._members = folder / MEMBERS
+        self._members, self._leave = folder / MEMBERS, folder / "leave"
         self._late_seconds = late_seconds
         self._owners: dict[str, str] = {}
-        for each in (self._epochs, self._alive, self._checkpoints, self._members):
+        for each in (self._epochs, self._alive, self._checkpoints, self._members, self._leave):
             each.mkdir(parents=True, exist_ok=True)
         self._keys.mkdir(mode=0o700, exist_ok=True)
         found = self._keys.stat()
@@ -155,12 +155,24 @@ class RunFiles:
         """Show that a member is alive."""
         (self._alive / name).touch()
 
-    def idle_seconds(self) -> float:
-        """Return the time since a member was last alive, by the clock of the file system; inf if never."""
+    def idle_seconds(self, name: str = "*") -> float:
+        """Return the time since a member was last alive, by the clock of the file system; inf if never.
+
+        Args:
+          name: name of the member; by default, the last sign of life of any of them counts.
+        """
         with tempfile.TemporaryFile(dir=self._epochs) as file:
             now = os.fstat(file.fileno()).st_mtime
-        last = max((_fresh_mtime(path) for path in self._alive.iterdir()), default=-math.inf)
+        last = max((_fresh_mtime(path) for path in self._alive.glob(name)), default=-math.inf)
         return max(now - last, 0.0)
+
+    def ask_to_leave(self, name: str) -> None:
+        """Ask a member to leave after its step."""
+        create_file(self._leave / name, b"")
+
+    def is_asked_to_leave(self, name: str) -> bool:
+        """Return whether a member was asked to leave."""
+        return any(_list_fresh(self._leave, name))
 
     @contextmanager
     def new_checkpoint(self) -> Iterator[Path]:

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 INTERFACE = "SHARDTRAIN_INTERFACE"
 """Variable with the name of the interface, which `launch` sets."""
 
+ADDRESS = "SHARDTRAIN_ADDRESS"
+"""Variable with the address at which others reach an elastic island; by default of the default route."""
+
 LOOPBACK = "lo"
 LOOPBACK_ADDRESS = "127.0.0.1"
 SIOCGIFADDR = 0x8915

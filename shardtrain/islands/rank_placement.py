@@ -79,6 +79,20 @@ def find_placement(rank: int, size: int, processes: Sequence[int] | int = 1) -> 
     raise AssertionError("the ranks fill the islands")
 
 
+def pick_number(option: str, numbers: Sequence[str], island: int, num_islands: int) -> str:
+    """Return the number of an island, from an option that has one for each.
+
+    Raises:
+      ValueError: it has another number of them.
+    """
+    if len(numbers) != num_islands:
+        raise ValueError(
+            f"{option} {','.join(numbers)} is for {len(numbers)} islands, and there are {num_islands}; give"
+            f" {num_islands} numbers, or one for all"
+        )
+    return numbers[island]
+
+
 def placement_problem(size: int, processes: Sequence[int] | int) -> str | None:
     """Return why this number of ranks cannot fill the islands; None if it does.
 

@@ -37,6 +37,7 @@ class Job:
       processes_per_island: one number for all islands, or one each.
       hosts: in the order of the ranks; () means this machine, or the hosts of a batch system.
       program: the command of each rank, before the arguments.
+      folder: the folder in which elastic islands run; None means that of this process.
       logs: the folder for one log per rank.
       interface: the network interface on which all ranks listen, such as eth1; None lets MPI choose.
       time_seconds: time limit; None disables it.
@@ -54,6 +55,7 @@ class Job:
     processes_per_island: int | tuple[int, ...] = 1
     hosts: tuple[Host, ...] = ()
     program: tuple[str, ...] = (sys.executable, "-m", "shardtrain")
+    folder: Path | None = None
     logs: Path = Path("logs")
     interface: str | None = None
     time_seconds: int | None = None

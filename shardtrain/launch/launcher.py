@@ -26,6 +26,7 @@ class Launch:
       files: path -> text, to be written before the command runs. The first file of a batch system is the
         script, which is the last word of the command.
       log: the file with the output of a batch job, for the user; "" if this process shows the output.
+      folder: the folder in which the command runs; None means that of this process.
     """
 
     lines: tuple[tuple[str, ...], ...]
@@ -33,6 +34,7 @@ class Launch:
     unset: tuple[str, ...] = ()
     files: Mapping[Path, str] = field(default_factory=dict)
     log: str = ""
+    folder: Path | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -63,6 +65,8 @@ class Launcher:
         system, which keeps the job; otherwise this process waits for the ranks.
       with_cluster: (options, cluster) -> options with the nodes of its islands. None means that the launcher
         uses only the numbers of their processes.
+      elastic: (job, options, environment of this process) -> the commands of its elastic islands, or of a
+        batch system the one that submits them. None means that it starts no elastic islands.
     """
 
     summary: str
@@ -71,6 +75,7 @@ class Launcher:
     hosts: Callable[[Any], tuple[Host, ...]] = lambda options: ()
     restarts: Callable[[Any], Restarts] | None = None
     with_cluster: Callable[[Any, Cluster], Any] | None = None
+    elastic: Callable[[Job, Any, Mapping[str, str]], tuple[Launch, ...]] | None = None
 
 
 def shell_text(launch: Launch) -> str:
@@ -84,6 +89,7 @@ def shell_text(launch: Launch) -> str:
     for path, content in launch.files.items():
         folder = shlex.quote(str(path.parent))
         text += f"mkdir -p {folder} && cat > {shlex.quote(str(path))} <<'END'\n{content}END\n"
+    text += f"cd {shlex.quote(str(launch.folder))} && \\\n  " if launch.folder else ""
     lines = [shlex.join(line) for line in launch.lines]
     unset = [word for name in launch.unset for word in ("-u", name)]
     changed = [*unset, *(f"{name}={value}" for name, value in launch.environment.items())]

@@ -144,10 +144,10 @@ class Keeper:
             # the launcher died without ending this rank
             if self._environment.launcher != "none" and os.getppid() != parent:
                 self._record["orphaned"] = True
-                _kill_group(child.pid)
+                kill_group(child.pid)
             time.sleep(LOOK_EVERY_SECONDS)
         # end data workers and other children of the program
-        _kill_group(child.pid)
+        kill_group(child.pid)
         follow.finish()
         release()
         return self._record_end(child.returncode)
@@ -269,7 +269,7 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None =
             os.closerange(read + 1, os.sysconf("SC_OPEN_MAX"))
             if os.read(read, 1) == b"":
                 seconds = time.time()
-                _kill_group(group, then)
+                kill_group(group, then)
                 if lost is not None:
                     replace_file(lost, str(seconds).encode())
         finally:
@@ -284,7 +284,8 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None =
     return release
 
 
-def _kill_group(group: int, then: signal.Signals = signal.SIGKILL) -> None:
+def kill_group(group: int, then: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, then)
 

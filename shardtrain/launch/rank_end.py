@@ -183,16 +183,20 @@ def read_ranks(logs: Path) -> list[RankEnd]:
     for path in logs.glob("rank-*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         log = path.with_suffix(".log")
-        # the log may begin with earlier starts: read only this one's part
-        with log.open("rb") as file:
-            file.seek(record.pop("log_from"))
-            text = file.read().decode(errors="replace")
+        text = read_log(log, record.pop("log_from"))
         known = {name: record.get(name) for name in RankEnd.__dataclass_fields__ if name in record}
         last = read_step_file(step_file_path(path))
         lost = path.with_suffix(LOST)
         known["lost_seconds"] = float(lost.read_text(encoding="utf-8")) if lost.exists() else None
         ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime, last=last))
     return sorted(ends, key=lambda end: end.rank)
+
+
+def read_log(log: Path, start: int) -> str:
+    """Read a log from a position, as it may begin with earlier starts."""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
 
 
 def has_failed(logs: Path) -> bool:

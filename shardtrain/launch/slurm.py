@@ -4,12 +4,16 @@ The script needs no other file: srun starts the ranks, `rank.py` keeps their log
 they ended. Islands on unequal nodes are components of one heterogeneous job, and one step with one MPI world.
 """
 
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardtrain.errors.exit_codes import USAGE_ERROR
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster
+from shardtrain.islands.network import ADDRESS
 from shardtrain.launch import batch
 from shardtrain.launch.components import (
     Component,
@@ -65,6 +69,58 @@ def launch(job: Job, options: Slurm, environ: Mapping[str, str]) -> Launch:
     """Return the command that submits a job, with its batch script; see `script` for the arguments."""
     text = write_script(job, options, environ)
     return batch.make_submission(job, options.job_name, ("sbatch",), ".sbatch", text)
+
+
+def launch_array(job: Job, options: Slurm, environ: Mapping[str, str]) -> tuple[Launch, ...]:
+    """Return the command that submits elastic islands as a job array, with its batch script."""
+    text = write_array_script(job, options, environ)
+    made = batch.make_submission(job, options.job_name, ("sbatch",), ".sbatch", text)
+    return (replace(made, log=f"{job.logs}/{options.job_name}-<job>_<task>.log"),)
+
+
+def write_array_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
+    """Return the script of a job array, whose tasks are elastic islands that come and go by themselves.
+
+    Args:
+      job: without hosts; its logs are the parent folder of the logs of each task.
+      options: the resources of each island, which is one process.
+      environ: the environment of this process.
+
+    Raises:
+      ValueError: lists every option that is not possible.
+    """
+    island = replace(job, islands=1)
+    common, parts, problems = _components(island, options)
+    problems += _problems(job, options)
+    refuse("this batch job cannot be written", problems)
+    (part,) = parts
+    task = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+    name, *directives = _list_directives(island, options, part, common, log="%x-%A_%a")
+    array = f"--array=0-{job.islands - 1}"
+    lines = ["#!/bin/bash", "# elastic islands, a task each: --array alone says how many", ""]
+    lines += [f"#SBATCH {option}" for option in (name, array, *directives)]
+    lines += ["", *options.setup, *batch.exports(replace(island, interface=None), environ)]
+    lines += _address_lines(job.interface)
+    lines += ["", *batch.log_lines(job, f'"{task}"')]
+    # the folder in which the run that they join was begun
+    lines += [f"cd {shlex.quote(str(job.folder))}"] if job.folder else []
+    lines += [
+        f"srun --mpi=none --kill-on-bad-exit=1 {_binding(part)} \\",
+        *batch.rank_lines(job),
+        *batch.end_lines("srun", f'scontrol requeue "{task}"' if options.requeue else None),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _address_lines(interface: str | None) -> list[str]:
+    """Return the shell lines that find the address of an interface on the node of the task."""
+    if interface is None:
+        return []
+    program = "import sys; from shardtrain.islands.network import *; print(find_address(sys.argv[1]))"
+    return [
+        f"{ADDRESS}=$({shlex.join((sys.executable, '-c', program, interface))}) || exit {USAGE_ERROR}",
+        f"export {ADDRESS}",
+    ]
 
 
 def write_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
@@ -142,11 +198,13 @@ def _islands_text(component: Component) -> str:
     return f"islands {first} to {last}" if last > first else f"island {first}"
 
 
-def _list_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+def _list_directives(
+    job: Job, options: Slurm, part: Component, common: tuple[str, ...], log: str = "%x-%j"
+) -> list[str]:
     own = _list_own_directives(job, options, part, common)
     at = own.index("--requeue" if options.requeue else "--no-requeue") + 1
     # the script runs in the first component: only there it has a name and an output
-    output = ["--open-mode=append", f"--output={job.logs}/%x-%j.log"]
+    output = ["--open-mode=append", f"--output={job.logs}/{log}.log"]
     return [f"--job-name={options.job_name}", *own[:at], *output, *own[at:]]
 
 
@@ -220,4 +278,5 @@ LAUNCHER = Launcher(
     options=Slurm,
     launch=launch,
     with_cluster=add_cluster,
+    elastic=launch_array,
 )

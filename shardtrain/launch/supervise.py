@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.launch.outcome import diagnose_launch
-from shardtrain.launch.rank import LOST, guard, step_file_path
+from shardtrain.launch.rank import LOST, guard, kill_group, step_file_path
 from shardtrain.launch.rank_end import has_failed, read_ranks
 from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
@@ -35,7 +36,7 @@ HUNG_SECONDS = 9.0
 """Seconds in which the ranks of a hung run must write their stacks and end; a launcher may itself hang."""
 
 LEFT_BEHIND_SECONDS = 3.0
-KILLED = 128 + signal.SIGKILL
+KILLED, KILLED_TEXT = 128 + signal.SIGKILL, "\nkilled; what was saved before is still there\n"
 
 
 def supervise_once(
@@ -75,81 +76,187 @@ def supervise_once(
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
     # run the command, then make sure that no rank outlives it
-    with _Run(launch, environ, write, logs / ASKED) as run:
-        code = run.wait(logs, time_seconds, stop_seconds)
+    ranks = _LaunchedRanks(launch, environ, logs)
+    with Supervisor(ranks, write) as supervisor:
+        code = supervisor.wait(time_seconds, stop_seconds)
     _end_left_behind(logs)
     # what to report, and whether another start helps, follows from how the ranks ended
     ends = read_ranks(logs)
     step = max((end.last.step for end in ends), default=NOTHING.step)
-    if run.killed and not run.failed:
-        run.tell("\nkilled; what was saved before is still there\n")
-        return LaunchEnd(code=KILLED, asked=run.asked, step=step)
-    outcome = diagnose_launch(ends, Path(launch.command[0]).name, code, run.asked_by)
-    run.tell(outcome.text)
-    return replace(outcome, asked=run.asked or outcome.asked, step=step)
+    if supervisor.killed and not ranks.failed:
+        supervisor.tell(KILLED_TEXT)
+        return LaunchEnd(code=KILLED, asked=supervisor.asked, step=step)
+    outcome = diagnose_launch(ends, Path(launch.command[0]).name, code, supervisor.asked_by)
+    supervisor.tell(outcome.text)
+    return replace(outcome, asked=supervisor.asked or outcome.asked, step=step)
 
 
-class _Run:
-    """The running process of the launcher, and the handlers of signals that end it."""
+class Processes(Protocol):
+    """The processes of a launch, as their supervisor uses them.
 
-    def __init__(
-        self, launch: Launch, environ: Mapping[str, str], write: Callable[[str], object], asked_path: Path
-    ) -> None:
-        self._tell, self._asked_path = write, asked_path
+    Attributes:
+      plural: what they are, for messages.
+    """
+
+    plural: str
+
+    def start(self) -> None:
+        """Start them.
+
+        Raises:
+          OSError: the command cannot be run.
+        """
+        ...
+
+    def look(self, wait_seconds: float) -> None:
+        """Show new output, and act on what has ended."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit code once all have ended and their output is shown; None before."""
+        ...
+
+    def ask(self, asked_by: signal.Signals) -> None:
+        """Ask them to stop and save."""
+        ...
+
+    def kill(self) -> None:
+        """Kill them at once."""
+        ...
+
+    def close(self) -> None:
+        """Release what belongs to them, after the end."""
+        ...
+
+
+class Supervisor:
+    """Runs processes to their end: the handlers of signals, and the time limit.
+
+    Args:
+      processes: what runs.
+      write: receives the messages.
+    """
+
+    def __init__(self, processes: Processes, write: Callable[[str], object]) -> None:
+        self._processes, self._tell = processes, write
         self.asked_by: signal.Signals | None = None
-        self._launch = launch
-        self._environ = environ
         self._before: dict[signal.Signals, object] = {}
-        self._next_look_seconds = 0.0
-        self._failed_seconds: float | None = None
-        self._grace_seconds = GRACE_SECONDS
         self._repeats = Repeats()
-        self.killed = self.failed = self.asked = False
+        self.killed = self.asked = False
 
-    def __enter__(self) -> "_Run":
+    def __enter__(self) -> "Supervisor":
         # first take over the signals: one that comes during the start must reach the ranks, too
         for number in select_handled(STOPPING):
             self._before[number] = signal.signal(number, self._handle_signal)
         try:
-            self._process = subprocess.Popen(
-                self._launch.command,
-                env=self._launch.full_environment(self._environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._processes.start()
         except OSError:
             self._restore()
             raise
-        self._release = guard(self._process.pid)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process.poll() is None:
-            self._kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._release()
+        if self._processes.poll() is None:
+            self._processes.kill()
+        self._processes.close()
         self._restore()
 
-    def wait(self, logs: Path, time_seconds: float | None, stop_seconds: float) -> int:
-        """Wait for the launcher to end; return its exit code."""
+    def wait(self, time_seconds: float | None, stop_seconds: float) -> int:
+        """Wait for the end; return the exit code.
+
+        Args:
+          time_seconds: time limit, at which the processes are killed; None disables it.
+          stop_seconds: seconds before the time limit at which they are asked to stop.
+        """
         began = time.monotonic()
-        while (code := self._process.poll()) is None:
-            self._relay(LOOK_EVERY_SECONDS)
-            # a failed rank, and then the time limit: ask for a stop ahead of it, kill at it
+        while (code := self._processes.poll()) is None:
+            self._processes.look(LOOK_EVERY_SECONDS)
+            # the time limit: ask for a stop ahead of it, kill at it
             passed = time.monotonic() - began
-            self._look_for_failures(logs, time.monotonic())
             if time_seconds is not None and not self.asked and passed > time_seconds - stop_seconds:
                 self._ask(f"{stop_seconds} s before the time limit")
             if time_seconds is not None and not self.killed and passed > time_seconds:
                 self._kill()
-        # what the launcher printed last
-        while self._relay(0):
-            pass
         return code
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._repeats(number):
+            return
+        if self.asked:
+            self._kill()
+        else:
+            self.asked_by = signal.Signals(number)
+            self._ask(self.asked_by.name)
+
+    def _ask(self, why: str) -> None:
+        self.asked = True
+        self._processes.ask(self.asked_by or signal.SIGINT)
+        self.tell(f"\n{why}: all {self._processes.plural} are asked to stop and save; Ctrl-C kills them\n")
+
+    def _kill(self) -> None:
+        self.killed = True
+        self._processes.kill()
+
+    def tell(self, text: str) -> None:
+        """Print a message, if the terminal still exists."""
+        # the terminal may be gone, and then the ranks must still be asked to save
+        with contextlib.suppress(OSError):
+            self._tell(text)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+
+class _LaunchedRanks:
+    """The running process of a launcher, which starts the ranks."""
+
+    plural = "ranks"
+
+    def __init__(self, launch: Launch, environ: Mapping[str, str], logs: Path) -> None:
+        self._launch, self._environ, self._logs = launch, environ, logs
+        self._next_look_seconds = 0.0
+        self._failed_seconds: float | None = None
+        self._grace_seconds = GRACE_SECONDS
+        self.failed = False
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._launch.command,
+            env=self._launch.full_environment(self._environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._release = guard(self._process.pid)
+
+    def poll(self) -> int | None:
+        if (code := self._process.poll()) is not None:
+            # what the launcher printed last
+            while self._relay(0):
+                pass
+        return code
+
+    def look(self, wait_seconds: float) -> None:
+        self._relay(wait_seconds)
+        self._look_for_failures(time.monotonic())
+
+    def ask(self, asked_by: signal.Signals) -> None:
+        # record what SIGUSR1 represents; ranks that cannot read this treat it as Ctrl-C
+        with contextlib.suppress(OSError):
+            replace_file(self._logs / ASKED, asked_by.name.encode())
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        kill_group(self._process.pid)
+
+    def close(self) -> None:
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._release()
 
     def _relay(self, wait_seconds: float) -> bool:
         """Copy the launcher's output; it does not own the terminal, so as not to end with it."""
@@ -167,52 +274,19 @@ class _Run:
             time.sleep(wait_seconds)
         return bool(data)
 
-    def _look_for_failures(self, logs: Path, now_seconds: float) -> None:
+    def _look_for_failures(self, now_seconds: float) -> None:
         """End the launcher if a rank has failed: MPI itself does so only after MPI_Init."""
         if self.failed or now_seconds < self._next_look_seconds:
             return
         self._next_look_seconds = now_seconds + 1
         # a failure starts a period of grace, in which MPI or the other ranks' watchdogs end them
-        if self._failed_seconds is None and has_failed(logs):
+        if self._failed_seconds is None and has_failed(self._logs):
             self._failed_seconds = now_seconds
-            hung = any(end.last.hung for end in read_ranks(logs))
+            hung = any(end.last.hung for end in read_ranks(self._logs))
             self._grace_seconds = HUNG_SECONDS if hung else GRACE_SECONDS
         if self._failed_seconds is not None and now_seconds - self._failed_seconds > self._grace_seconds:
             self.failed = True
-            self._kill()
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._repeats(number):
-            return
-        if self.asked:
-            self._kill()
-        else:
-            self.asked_by = signal.Signals(number)
-            self._ask(self.asked_by.name)
-
-    def _ask(self, why: str) -> None:
-        self.asked = True
-        # record what SIGUSR1 represents; ranks that cannot read this treat it as Ctrl-C
-        with contextlib.suppress(OSError):
-            replace_file(self._asked_path, (self.asked_by or signal.SIGINT).name.encode())
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-        self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")
-
-    def tell(self, text: str) -> None:
-        """Print a message, if the terminal still exists."""
-        # the terminal may be gone, and then the ranks must still be asked to save
-        with contextlib.suppress(OSError):
-            self._tell(text)
-
-    def _kill(self) -> None:
-        self.killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            self.kill()
 
 
 def _end_left_behind(logs: Path) -> None:

@@ -1,5 +1,6 @@
 """`shardtrain launch`: what it prints and refuses, one launch as a whole; `--cpu-devices` by island."""
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,11 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.cli import set_cpu_devices
+from shardtrain.cli.train import keep_command
+from shardtrain.elastic.command_file import read_command, write_command
+from shardtrain.elastic.epoch import Epoch, Peer
+from shardtrain.elastic.messages import to_json
+from shardtrain.elastic.run_files import RunFiles
 from shardtrain.launch.registry import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +58,76 @@ def test_hosts_need_no_kind_and_give_the_number_of_islands(capsys, tmp_path):
     assert "SHARDTRAIN_ISLAND_PROCESSES" in text
     unequal = ["--hosts", "a:1,b:3", "--processes-per-island", "1,3", "--dry-run", *BEHIND]
     assert "-n 4" in printed(unequal, capsys)
+
+
+def dry_runs(text):
+    """The words of each command that a dry run of elastic islands prints."""
+    return [shlex.split(each) for each in text.replace("\\\n", "").split(" &\n")]
+
+
+def test_elastic_islands_are_processes_without_mpi(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    words = ["--elastic", "2..5", "--dry-run", *BEHIND[:-1], "2,1"]
+    for number, command in zip(("2", "1"), dry_runs(printed(words, capsys)), strict=True):
+        at = command.index(sys.executable)
+        program = ["-m", "shardtrain", "train", "run.py", "--cpu-devices", number, "--elastic", "2..5"]
+        assert command[at + 1 :] == program
+        assert "SHARDTRAIN_ADDRESS=127.0.0.1" in command[:at]
+        assert command[:3] == ["env", "-u", "PMI_RANK"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.7"])
+def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, tmp_path, monkeypatch):
+    begun, run = tmp_path / "begun here", tmp_path / "runs/x"
+    begun.mkdir()
+    monkeypatch.chdir(begun)
+    files = RunFiles(run / "elastic")
+    write_command(run / "elastic", ["run.py", "--elastic", "2..5", "--run-dir", "../runs/x"])
+    member = Peer(name="a", address=f"tcp://{address}:5555")
+    first = Epoch(number=1, step=0, members=(member,), slots=((0,),), why="founded")
+    files.propose(1, json.dumps(to_json(first)).encode())
+    monkeypatch.chdir(tmp_path)
+    join = ["--join", "runs/x", "--islands", "2", "--dry-run"]
+    for command in dry_runs(printed([*join, "--", "--log-every", "3"], capsys)):
+        assert command[:3] == ["cd", str(begun), "&&"]
+        assert command[command.index("train") :] == [
+            *("train", "run.py", "--elastic", "2..5", "--run-dir", "../runs/x", "--log-every", "3"),
+            *("--run-dir", str(run)),
+        ]
+        # whoever listens on loopback is reached from there alone
+        assert ("SHARDTRAIN_ADDRESS=127.0.0.1" in command) == (address == "127.0.0.1")
+    text = printed(["slurm", *join], capsys)
+    assert f"cd '{begun}'\nsrun --mpi=none " in text
+    assert f"#SBATCH --output={tmp_path}/logs/%x-%A_%a.log\n" in text
+    assert "SHARDTRAIN_ADDRESS" not in text
+    for words, problem in (
+        ([*join, "--islands", "6"], "--islands is 6, and at most 5 train together"),
+        ([*join, "--", "train", "run.py"], "after -- come further options of train, and 'train' is none"),
+    ):
+        assert cli.main(["launch", *words]) == 2
+        assert problem in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        assert cli.main(["launch", *join]) == 2
+        assert (
+            f"command.json is of user {os.getuid()}, and its command would run as user 12345"
+            in capsys.readouterr().err
+        )
+    begun.rmdir()
+    assert cli.main(["launch", *join]) == 0
+    shown = capsys.readouterr()
+    assert "launch: the folder in which the run was begun is not here: started in this one\n" in shown.err
+    assert "cd " not in shown.out
+
+
+def test_the_command_of_a_run_is_kept_once_it_began(tmp_path):
+    for word in ("wrong.py", "run.py"):
+        keep_command(tmp_path, [word, "--elastic", "1..2"])
+        assert read_command(tmp_path / "elastic").arguments[0] == word
+    RunFiles(tmp_path / "elastic").propose(1, b"{}")
+    keep_command(tmp_path, ["later.py"])
+    assert read_command(tmp_path / "elastic").arguments == ("run.py", "--elastic", "1..2")
 
 
 def test_slurm_prints_its_script(capsys, tmp_path):
@@ -104,6 +180,37 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
             ["slurm", "--nodes", "3", "--islands", "4", "--dry-run", "--", "train"],
             "4 % 3 = 1. Use 4 or 2 or 1",
         ),
+        (["--elastic", "2", "--", "train"], "islands is '2'; give the fewest and the most, such as 1..4"),
+        (
+            ["--elastic", "2..5", "--islands", "6", "--processes-per-island", "2", "--", "train", "run.py"],
+            "  - --islands is 6, and at most 5 train together; use --islands 5, or --elastic 2..6\n"
+            "  - --processes-per-island is 2, and an elastic island is one process; leave it out\n",
+        ),
+        (
+            ["--elastic", "2..5", "--hosts", "a,b", "--", "train", "run.py"],
+            "hosts are a,b; start the islands on each host: shardtrain launch --join RUN_FOLDER",
+        ),
+        (
+            ["flux", "--elastic", "2..5", "--", "train", "run.py"],
+            "launch flux starts ranks of MPI; use launch slurm, or start the islands on each host",
+        ),
+        (
+            ["slurm", "--elastic", "2..5", "--nodes", "2", "--", "train", "run.py"],
+            "1 ranks cannot be shared evenly by 2 nodes: 1 % 2 = 1. Use 1 nodes",
+        ),
+        (["--elastic", "2..5", "--", "doctor"], "--elastic is for `train`, and after -- is doctor; leave it"),
+        (["--elastic", "2..5", "--", "train", "--elastic=1..2"], "--elastic 1..2 is given after -- too"),
+        (["--elastic", "2..5", "--cluster", "a", "--", "train"], "--elastic and --cluster are both given"),
+        (
+            ["--", "train", "--elastic", "1..2"],
+            "--elastic goes before --: launch --elastic 1..2 ... -- train",
+        ),
+        (
+            ["--elastic", "2..5", "--", "train", "--cpu-devices", "2,1"],
+            "2,1 is for 2 islands, and there are 1",
+        ),
+        (["--join", ".", "--elastic", "2..5"], "--elastic and --join are given; the run has its own"),
+        (["--join", "."], ". is no run that can be joined: it has no elastic/command.json, which `train"),
     ],
 )
 def test_mistakes_are_told(words, text, capsys, tmp_path):

@@ -45,6 +45,10 @@ SCRIPTS = {
             job(processes_per_island=(4, 4, 8, 8), time_seconds=3600),
             Slurm(nodes=4, partition="gpu", sbatch=("exclude=bad",)),
         ),
+        "elastic": (
+            job(time_seconds=3600, interface="ib0", folder=Path("/begun here"), logs=Path("/scratch/logs")),
+            Slurm(partition="gpu", gpus_per_island=4, cpus_per_island=32),
+        ),
         "two_kinds": (
             job(islands=3, processes_per_island=(2, 2, 4)),
             Slurm(
@@ -87,7 +91,9 @@ def golden(system, name):
     job, options = SCRIPTS[system][name]
     before, sys.executable = sys.executable, "python"
     try:
-        made = LAUNCHERS[system].launch(job, options, {})
+        launcher = LAUNCHERS[system]
+        start_islands = launcher.elastic if name == "elastic" else None
+        made = start_islands(job, options, {})[0] if start_islands else launcher.launch(job, options, {})
     finally:
         sys.executable = before
     ((path, text),) = made.files.items()

@@ -1,0 +1,89 @@
+"""`shardtrain leave RUN_FOLDER [ISLAND]`: ask an island of an elastic run to leave, or list its islands."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardtrain.elastic.epoch import Epoch
+from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.run_files import RunFiles
+from shardtrain.errors.messages import near
+from shardtrain.system import terminal
+
+SILENT_SECONDS = 10.0
+"""An island that shows no sign of life for longer may be gone; a living one shows one every second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of leave.
+
+    Args:
+      run_folder: the folder of the run.
+      island: its name, or the beginning of its name. None lists the islands, oldest first.
+    """
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_FOLDER")]
+    island: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ISLAND")] = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ask an island to leave: it finishes its step, and the others repeat nothing; return 0.
+
+    Raises:
+      ValueError: the folder has no elastic run, or the run no such island.
+    """
+    options = tyro.cli(
+        Options,
+        args=list(arguments),
+        prog="shardtrain leave",
+        description="Ask an island of an elastic run to leave after its step, or list the islands.",
+    )
+    folder = options.run_folder / "elastic"
+    # looked for first: `RunFiles` makes the folders
+    epochs = list_epochs(files := RunFiles(folder)) if (folder / "epochs").is_dir() else []
+    if not epochs:
+        raise ValueError(
+            f"{options.run_folder} has no run of elastic islands, which has files {folder}/epochs/N.json;"
+            " give the --run-dir of a run with --elastic"
+        )
+    if options.island is None:
+        names = epochs[-1].names
+        for name in names:
+            chief = "  chief" if name == names[0] else ""
+            terminal.out(f"{name}{chief}{_format_silence(files, name)}\n")
+        return 0
+    name = find_member(options.island, epochs)
+    files.ask_to_leave(name)
+    terminal.out(f"{name} is asked to leave{_format_silence(files, name)}\n")
+    return 0
+
+
+def find_member(text: str, epochs: Sequence[Epoch]) -> str:
+    """Return the name of the member of the newest epoch that begins with a text.
+
+    Raises:
+      ValueError: there is none, or several.
+    """
+    names = epochs[-1].names
+    found = [text] if text in names else [name for name in names if name.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{text!r} begins the names of {len(found)} islands; give one of {', '.join(found)}")
+    for before, after in zip(reversed(epochs[:-1]), reversed(epochs[1:]), strict=True):
+        if gone := [name for name in before.names if name.startswith(text)]:
+            raise ValueError(
+                f"{gone[0]} is no island of the run any more, since epoch {after.number}: {after.why}"
+            )
+    raise ValueError(f"there is no island {near(text, names)}")
+
+
+def _format_silence(files: RunFiles, name: str) -> str:
+    silent = files.idle_seconds(name)
+    # one that has just joined has shown none yet
+    return f"  (no sign of life for {silent:.0f} s)" if SILENT_SECONDS < silent < math.inf else ""
