@@ -3,6 +3,7 @@
 Next: `elastic/island.py`, which asks for slots and for updates.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
@@ -30,6 +31,8 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import Metrics, State
 from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
 
+KEPT_METRICS = 64
+
 
 class ElasticProgram:
     """What the islands of an elastic run train together, on the mesh of each; see `elastic.island.Program`.
@@ -49,6 +52,7 @@ class ElasticProgram:
 
     Attributes:
       metrics: of the last step, as those of `make_step`; {} before the first.
+      recent: number of steps done and metrics, of the newest steps.
 
     Raises:
       ValueError: there are more slots than rows, the model has a state such as running statistics, another
@@ -82,6 +86,7 @@ class ElasticProgram:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
         self._ahead: dict[tuple[int, int], Future[Any]] = {}
         self.metrics: Metrics = {}
+        self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
         gradients = make_gradients(model, loss, placement, mean=False)
 
         def compute(state: State, batch: Batch, first_row: jax.Array) -> dict[str, Any]:
@@ -141,6 +146,7 @@ class ElasticProgram:
     def apply(self, step: int, total: dict[str, Any]) -> None:
         """Update the state by the sums over a whole batch."""
         self._state, self.metrics = self._update(self.state, total)
+        self.recent.append((step + 1, self.metrics))
 
     def save(self, folder: Path) -> None:
         """Save the state into a folder, by Orbax."""

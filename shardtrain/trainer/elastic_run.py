@@ -112,6 +112,8 @@ class ElasticRun:
       outcome: why this island is no member any more; "" while it is, see `engine.Over`.
       asked: returns the number of the signal that asks this island to leave, or 0.
       save_state: saves the state after the newest step, as the loop does it.
+      watched: number of steps done and metrics, of steps that this island has watched before it joined: the
+        chief may be lost before it has written them.
     """
 
     def __init__(self, run: Run, folder: Path, setup: RunSetup, batches: Batches, output: RunConsole) -> None:
@@ -123,6 +125,8 @@ class ElasticRun:
         self._saved_seconds = time.monotonic()
         self.asked: Callable[[], int] = lambda: 0
         self.save_state: Callable[[], object] = lambda: None
+        self.watched: list[tuple[int, Metrics]] = []
+        self._was_chief = False
 
     @property
     def outcome(self) -> str:
@@ -209,6 +213,7 @@ class ElasticRun:
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
             step = self._island.member.step
+        self.watched, self._was_chief = list(self._program.recent), self.is_chief()
         return StartPoint(
             state=self._program.state,
             step=step,
@@ -224,7 +229,10 @@ class ElasticRun:
         """
         island, is_chief = self.island, self.is_chief()
         seconds = time.monotonic() - self._saved_seconds if is_chief else 0.0
-        if is_due(self._run.checkpoints, island.member.step + 1, seconds):
+        # the chief before may have been lost while it saved
+        is_new = is_chief and not self._was_chief
+        self._was_chief = is_chief
+        if is_new or is_due(self._run.checkpoints, island.member.step + 1, seconds):
             island.wish(Wish(saves=True))
         if island.advance() is None:
             raise IslandEnded(self.outcome)

@@ -83,6 +83,9 @@ class _Loop:
         self.saving: int | None = None
         if self.prepared.elastic is not None:
             self.prepared.elastic.save_state = self._save_written
+            for step, metrics in self.prepared.elastic.watched:
+                self.log.add(step, metrics)
+            self.log.catch_up(keep_newest=False)
 
     def train(self) -> None:
         """Train until the last step is done or all islands have voted to stop."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,14 @@ def check_lines(found, alone):
             np.testing.assert_allclose(mine[name], one[name], rtol=2e-5)
 
 
+def check_checkpoints(islands):
+    """Each tenth step is saved, but for those in which the chief went; each new chief saves at once."""
+    steps = [reader.step for reader in find_readers(islands.run / "checkpoints")]
+    assert len(set(range(10, 121, 10)) - set(steps)) <= 2
+    assert steps[-1] == 120
+    assert all(later - step <= 15 for step, later in pairwise(steps))
+
+
 def test_the_losses_of_one_device_through_kills_joins_and_leaves(islands, alone):
     islands.pace(12)
     islands.start()
@@ -124,15 +133,15 @@ def test_the_losses_of_one_device_through_kills_joins_and_leaves(islands, alone)
         1,
         1,
     ]
-    # the chiefs have saved each tenth step
-    assert [reader.step for reader in find_readers(islands.run / "checkpoints")] == list(range(10, 121, 10))
+    check_checkpoints(islands)
     assert "step 120/120" in islands.output(third)
     assert (islands.run / "run.txt").exists()
 
 
 def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
     islands.pace(7)
-    islands.start(), islands.start()
+    islands.start()
+    islands.start()
     islands.wait_for_why("joined")
     islands.wait_for_step(4)
     frozen, name = islands.find(0)
@@ -146,12 +155,13 @@ def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
     (ended,) = [each for each in islands.processes if each.returncode == 75]
     assert f"{name}: excluded after step" in islands.output(ended)
     check_lines(islands.lines(), alone)
-    assert [reader.step for reader in find_readers(islands.run / "checkpoints")] == list(range(10, 121, 10))
+    check_checkpoints(islands)
 
 
 def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):
     islands.pace(7)
-    islands.start(elastic="2..4"), islands.start(elastic="2..4")
+    islands.start(elastic="2..4")
+    islands.start(elastic="2..4")
     islands.wait_for_step(5)
     os.kill(islands.find(0)[0], signal.SIGKILL)
     islands.wait_for(lambda: find_readers(islands.run / "checkpoints"))
