@@ -12,7 +12,7 @@ import heapq
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +152,7 @@ class Node:
         )
         self.member = world.kind(Peer(name=name, address=f"tcp://{name}"), options, newest)
         self.alive, self.thaws, self.is_gone = True, 0.0, False
+        self.todo: deque[Callable[[], engine.Event | None]] = deque()
         self.works_until = 0.0
         self.peers: set[str] = set()
         self.step, self.params = -1, START
@@ -283,7 +284,8 @@ class Simulation:
     def work(self, node: Node, seconds: float, do: Callable[[], engine.Event | None]) -> None:
         """Do what the thread that computes does, one after the other, while the member goes on."""
         node.works_until = max(node.works_until, self.now) + seconds
-        self.later(node, node.works_until - self.now, do)
+        node.todo.append(do)
+        self.later(node, node.works_until - self.now, lambda: node.todo.popleft()())
 
     # -- network --------------------------------------------------------------------------------------------
 
