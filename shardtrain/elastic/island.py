@@ -11,11 +11,13 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from statistics import median
 from typing import Any, Protocol, Self
 
 import jax
@@ -34,6 +36,9 @@ from shardtrain.elastic.sockets import Transport
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.5
+MEASURED_STEPS, SPEED_RATIO = 32, 1.25
+"""Slots are dealt anew if the median speed of so many steps is another by this ratio."""
+
 MOST_PARTS = 4096
 """Largest number of parts of a sum that are read: of members of a run."""
 
@@ -52,8 +57,8 @@ class Program(Protocol):
     def compute(self, step: int, slots: Sequence[int]) -> Any:
         """Return the sum over some slots of the batch of a step, added in this order.
 
-        It is a tree of arrays: gradients, losses and counts. The first call, of slot 0 of step 0, is before
-        the island joins, so that others do not wait for a compilation.
+        It is a tree of arrays: gradients, losses and counts. The first call, of the first two slots of step
+        0, is before the island joins, so that others do not wait for a compilation.
         """
         ...
 
@@ -202,7 +207,7 @@ class ElasticIsland:
         # what can fail comes before the sockets
         newest = self.files.newest()
         epoch = self._check(read_epoch(self.files, newest)) if newest else None
-        sums, self._sum_tree = jax.tree.flatten(program.compute(0, (0,)))
+        sums, self._sum_tree = jax.tree.flatten(program.compute(0, range(min(2, options.num_slots))))
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._sockets = Transport(
             name, self.files, self._expect, host=host, patience_seconds=patience_seconds
@@ -218,7 +223,8 @@ class ElasticIsland:
             [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in each] for each in (sums, states)
         )
         self._own: tuple[int, Arrays] = -1, []
-        self._is_dealt = self._was_asked = False
+        self._speeds: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._was_asked = False
         self._initial: Arrays | None = None
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._work: SimpleQueue[Any] = SimpleQueue()
@@ -356,10 +362,20 @@ class ElasticIsland:
             found = jax.tree.leaves(self._program.compute(step, slots))
             for mine, new in zip(self._own[1], found, strict=True):
                 mine += np.asarray(new)
-            speed = round(1000 * len(slots) / max(time.monotonic() - began, 1e-6))
-            self.wish(engine.Wish(speed=max(1, speed), deals=not self._is_dealt))
-            self._is_dealt = True
+            self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
         self._post(engine.Computed(step, slots, FlatSum(self._own[1])))
+
+    def _measure(self, slots_per_second: float) -> None:
+        """Tell the members the speed of this island; slots are dealt anew where it is another than before."""
+        self._speeds.append(slots_per_second)
+        speed = max(1, round(1000 * median(self._speeds)))
+        dealt = {peer.name: peer.speed for peer in self.member.epoch.members} if self.member.epoch else {}
+        before = dealt.get(self.member.me.name, 0)
+        is_full = len(self._speeds) == self._speeds.maxlen
+        deals = not before or (is_full and not 1 / SPEED_RATIO < speed / before < SPEED_RATIO)
+        if deals:
+            self._speeds.clear()
+        self.wish(engine.Wish(speed=speed, deals=deals))
 
     # -- the thread of the member --------------------------------------------------------------------------
 
