@@ -202,7 +202,7 @@ class ElasticIsland:
         self._sockets = Transport(
             name, self._files, self._expect, host=host, patience_seconds=patience_seconds
         )
-        me = Peer(name=name, address=self._sockets.address, key=self._sockets.public_key)
+        me = Peer(name=name, address=self._sockets.address)
         self.member = Member(me, options, epoch)
         states, self._state_tree = jax.tree.flatten(program.state)
         self._sum_like, self._state_like = (
