@@ -29,6 +29,9 @@ from shardtrain.system.excerpts import short
 BEAT_SECONDS = 0.25
 """Time between signs of life, and between looks for certificates and for silence."""
 
+TOGETHER_BYTES = 1 << 14
+"""Largest number of bytes of a message that is copied, so that it is sent at once."""
+
 MOST_STRANGERS = 64
 """Largest number of connections whose other end has not shown its certificate."""
 
@@ -135,7 +138,9 @@ class Transport:
             check_array(array)
         content = encode_header(header, arrays)
         if peer in self._peers:
-            self._peers[peer].send([content, *(x for array in arrays for x in cut_into_chunks(array))])
+            parts = [content, *(x for array in arrays for x in cut_into_chunks(array))]
+            is_small = sum(map(len, parts)) <= TOGETHER_BYTES
+            self._peers[peer].send([b"".join(parts)] if is_small else parts)
             self._watch(self._peers[peer])
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
