@@ -16,14 +16,12 @@ class Peer:
     Args:
       name: used once: an island that was excluded joins again under another name.
       address: where its transport listens.
-      key: its public key.
       speed: measured slots per unit of time; members get slots in the ratio of their speeds. 0 means that it
         is not measured yet, and counts as the mean of the others.
     """
 
     name: str
     address: str
-    key: str = ""
     speed: int = 0
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ expects. Next: `sockets.py`.
 """
 
 import json
-from collections import deque
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,11 @@ from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import parse_json
 
 MOST_HEADER_BYTES = 1 << 20
-CHUNK_BYTES = 1 << 19
-"""Largest number of bytes of an array in one message. Longer ones are slower to encrypt, in new memory."""
+LENGTH = struct.Struct("<I")
+"""What comes before a header: its number of bytes."""
+
+CHUNK_BYTES = 1 << 18
+"""Largest number of bytes that are encrypted at once: others have their turn after it."""
 
 
 class UnexpectedFrame(ValueError):
@@ -55,13 +58,13 @@ class Lost:
 
 
 def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """Encode a header with the dtypes and shapes of the arrays that follow it.
+    """Encode a header, its length first, with the dtypes and shapes of the arrays that follow it.
 
     Raises:
       ValueError: it is no JSON, or too long.
 
     >>> encode_header({"step": 3}, [np.zeros((2, 3), np.float32)])
-    b'[{"step": 3}, [["float32", [2, 3]]]]'
+    b'#\\x00\\x00\\x00[{"step": 3}, [["float32", [2, 3]]]]'
     """
     content = json.dumps([header, [describe(array) for array in arrays]], allow_nan=False).encode()
     if len(content) > MOST_HEADER_BYTES:
@@ -69,7 +72,7 @@ def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> by
             f"the header {short(header)} takes {len(content):,} bytes; at most {MOST_HEADER_BYTES:,} are"
             " sent. Send its long values as an array"
         )
-    return content
+    return LENGTH.pack(len(content)) + content
 
 
 def describe(array: np.ndarray) -> list[Any]:
@@ -93,20 +96,18 @@ def cut_into_chunks(array: np.ndarray) -> list[memoryview]:
     """Return views of an array's bytes, each of at most `CHUNK_BYTES`.
 
     >>> [len(chunk) for chunk in cut_into_chunks(np.zeros(CHUNK_BYTES + 1, np.int8))]
-    [524288, 1]
+    [262144, 1]
     """
     view = _view_bytes(array)
     return [view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES)]
 
 
 def parse_header(content: bytes) -> tuple[dict[str, Any], list[Any]]:
-    """Parse what `encode_header` wrote.
+    """Parse what `encode_header` wrote behind the length.
 
     Raises:
       UnexpectedFrame: it is something else.
     """
-    if len(content) > MOST_HEADER_BYTES:
-        raise UnexpectedFrame(f"a header of {len(content):,} bytes; at most {MOST_HEADER_BYTES:,} are read")
     try:
         found = parse_json(content.decode())
     except ValueError as error:
@@ -116,51 +117,43 @@ def parse_header(content: bytes) -> tuple[dict[str, Any], list[Any]]:
     return found[0], found[1]
 
 
-class IncomingMessage:
-    """A message whose chunks arrive one by one.
+def read_messages(
+    peer: str, expect: Callable[[str, dict[str, Any]], Sequence[np.ndarray]]
+) -> Iterator[memoryview | Received]:
+    """Read a stream of messages.
 
     Args:
       peer: the sender.
-      header: of the message.
-      declared: dtypes and shapes as the sender declares them.
-      arrays: what is expected, which is filled.
+      expect: returns the arrays to fill for a header, or raises ValueError.
+
+    Yields:
+      Memory to fill with the next bytes of the stream, and each message once it is whole.
 
     Raises:
-      UnexpectedFrame: the sender declares other arrays.
+      UnexpectedFrame: the sender sent something else.
     """
-
-    def __init__(
-        self, peer: str, header: dict[str, Any], declared: list[Any], arrays: Sequence[np.ndarray]
-    ) -> None:
+    while True:
+        length = bytearray(LENGTH.size)
+        yield memoryview(length)
+        (num_bytes,) = LENGTH.unpack(length)
+        if not 0 < num_bytes <= MOST_HEADER_BYTES:
+            raise UnexpectedFrame(f"a header of {num_bytes:,} bytes; at most {MOST_HEADER_BYTES:,} are read")
+        content = bytearray(num_bytes)
+        yield memoryview(content)
+        header, declared = parse_header(bytes(content))
+        try:
+            arrays = expect(peer, header)
+        except ValueError as error:
+            raise UnexpectedFrame(f"an unknown header: {error}") from None
         expected = [describe(array) for array in arrays]
         if declared != expected:
             raise UnexpectedFrame(
                 f"arrays of {short(declared)} for {short(header)}; expected {short(expected)}"
             )
-        assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
-        self.received = Received(peer, header, arrays)
-        views = map(_view_bytes, arrays)
-        self._empty = deque(view for view in views if len(view))
-
-    @property
-    def is_whole(self) -> bool:
-        return not self._empty
-
-    def add(self, chunk: memoryview) -> None:
-        """Copy the next chunk into the array that it belongs to.
-
-        Raises:
-          UnexpectedFrame: it is empty, or longer than what is missing of that array.
-        """
-        left = self._empty[0]
-        if not 0 < len(chunk) <= len(left):
-            raise UnexpectedFrame(f"{len(chunk):,} bytes of an array of which {len(left):,} are missing")
-        # numpy releases the lock of the interpreter, a slice of a memoryview does not
-        np.copyto(np.frombuffer(left[: len(chunk)], np.uint8), np.frombuffer(chunk, np.uint8))
-        if len(chunk) == len(left):
-            self._empty.popleft()
-        else:
-            self._empty[0] = left[len(chunk) :]
+        for array in arrays:
+            assert array.flags.c_contiguous
+            yield _view_bytes(array)
+        yield Received(peer, header, arrays)
 
 
 def _view_bytes(array: np.ndarray) -> memoryview:

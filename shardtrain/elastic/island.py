@@ -102,9 +102,8 @@ class FlatSum:
         return FlatSum([x.copy() for x in self.arrays], num_chunks)
 
     def chunk(self, index: int) -> "Part":
-        # a copy: the sockets read it later, when it may have been replaced
-        arrays = [x.copy() for x in cut_chunk(self.arrays, index, self.num_chunks)]
-        return Part(arrays, index, self.num_chunks)
+        # no copy, though sockets read it later: it is replaced by a sum that the next member adds it to first
+        return Part(cut_chunk(self.arrays, index, self.num_chunks), index, self.num_chunks)
 
     def add(self, index: int, payload: "Part") -> None:
         for mine, theirs in self._match(index, payload):
@@ -212,7 +211,7 @@ class ElasticIsland:
         self._sockets = Transport(
             name, self.files, self._expect, host=host, patience_seconds=patience_seconds
         )
-        me = Peer(name=name, address=self._sockets.address, key=self._sockets.public_key)
+        me = Peer(name=name, address=self._sockets.address)
         self.member = Member(me, options, epoch)
         if checkpoints is None:
             assert isinstance(program, SavedProgram), "give checkpoints, or a program with save and restore"

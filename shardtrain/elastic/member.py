@@ -296,7 +296,7 @@ class Member:
             return True
         self._ready = self._ready or 0 <= self.step == self._applied
         ready = self._ready and len(living) == len(self.names)
-        peer = Peer(name=self.me.name, address=self.me.address, key=self.me.key, speed=self._speed)
+        peer = Peer(name=self.me.name, address=self.me.address, speed=self._speed)
         join = Join(peer=peer, donor=self._donor.name, has_state=self.step >= 0, ready=ready)
         if join != self._join and living:
             self._join = join

@@ -15,7 +15,7 @@ class Sum(Protocol):
     """A sum of gradients, cut into chunks."""
 
     def chunk(self, index: int) -> Any:
-        """Return a chunk as a payload, which must not change later."""
+        """Return a chunk as a payload, which must not change before the next member has it."""
         ...
 
     def add(self, index: int, payload: Any) -> None:

@@ -1,4 +1,4 @@
-"""Files of an elastic run: who its members are, their public keys, signs of life and checkpoints. No sockets.
+"""Files of an elastic run: its members, their certificates, signs of life and checkpoints. No sockets.
 
 A file of an epoch is made once and never changed, so the folder decides who is a member. Next: `sockets.py`.
 """
@@ -20,8 +20,7 @@ from shardtrain.system.untrusted_files import name_problem, read_bytes
 
 EPOCHS, ALIVE, CHECKPOINTS, MEMBERS = "epochs", "alive", "checkpoints", "members"
 MOST_EPOCH_BYTES = 1 << 24
-PUBLIC = ".public"
-MOST_KEY_BYTES = 1 << 10
+MOST_CERTIFICATE_BYTES = 1 << 12
 
 Found = TypeVar("Found")
 
@@ -53,7 +52,6 @@ class RunFiles:
         self._alive, self._checkpoints = folder / ALIVE, folder / CHECKPOINTS
         self._members, self._leave = folder / MEMBERS, folder / "leave"
         self._late_seconds = late_seconds
-        self._owners: dict[str, str] = {}
         for each in (self._epochs, self._alive, self._checkpoints, self._members, self._leave):
             each.mkdir(parents=True, exist_ok=True)
         self._keys.mkdir(mode=0o700, exist_ok=True)
@@ -101,22 +99,22 @@ class RunFiles:
 
     def newest(self) -> int:
         """Return the number of the newest epoch; 0 if there is none."""
-        names = (path.name.partition(".")[0] for path in _list_fresh(self._epochs, "[0-9]*.json"))
+        _refresh(self._epochs)
+        names = (path.name.partition(".")[0] for path in self._epochs.glob("[0-9]*.json"))
         number = max((int(name) for name in names if name.isdecimal()), default=0)
         while self._epoch_path(number + 1).exists():  # the listing may be old all the same
             number += 1
         return number
 
-    def write_key(self, name: str, public_key: str) -> None:
-        """List the public key of an island, so that the others let it in.
+    def write_certificate(self, name: str, certificate: bytes) -> None:
+        """List the certificate of an island, so that the others let it in.
 
         Raises:
           ValueError: the name cannot be that of a file.
-          FileExistsError: an island of this name has another key.
+          FileExistsError: an island of this name has another certificate.
         """
-        _check_name(name)
-        path = self._keys / f"{name}{PUBLIC}"
-        if not create_file(path, public_key.encode(), 0o600):
+        path = self._certificate_path(name)
+        if not create_file(path, certificate, 0o600):
             raise FileExistsError(f"{path} exists; an island that comes again needs a new name")
 
     def describe_member(self, name: str, facts: Mapping[str, Any]) -> None:
@@ -132,24 +130,18 @@ class RunFiles:
         _check_name(name)
         create_file(self._members / f"{name}.json", json.dumps(facts).encode())
 
-    def find_owner(self, public_key: str) -> str | None:
-        """Return the name of the island with a public key; None if the folder does not list it."""
-        if public_key not in self._owners:
-            names = {path.name.removesuffix(PUBLIC) for path in _list_fresh(self._keys, f"[!.]*{PUBLIC}")}
-            for name in names - set(self._owners.values()):
-                key = read_bytes(self._keys / f"{name}{PUBLIC}", MOST_KEY_BYTES).decode("ascii", "replace")
-                self._owners.setdefault(key, name)
-        return self._owners.get(public_key)
-
-    def wait_for_owner(self, public_key: str) -> str:
-        """Return the name of an island with a public key, whose file may be seen late.
+    def read_certificate(self, name: str) -> str | None:
+        """Return the certificate of an island; None if the folder does not list it (yet).
 
         Raises:
-          TimeoutError: the folder does not list it.
+          ValueError: the name cannot be that of a file, or the file is no text.
         """
-        return self._wait(
-            lambda: self.find_owner(public_key), f"{self._keys} lists no island with the key {public_key}"
-        )
+        path = self._certificate_path(name)
+        _refresh(self._keys)
+        try:
+            return read_bytes(path, MOST_CERTIFICATE_BYTES).decode("ascii")
+        except FileNotFoundError:
+            return None
 
     def touch_alive(self, name: str) -> None:
         """Show that a member is alive."""
@@ -172,7 +164,8 @@ class RunFiles:
 
     def is_asked_to_leave(self, name: str) -> bool:
         """Return whether a member was asked to leave."""
-        return any(_list_fresh(self._leave, name))
+        _refresh(self._leave)
+        return (self._leave / name).exists()
 
     @contextmanager
     def new_checkpoint(self) -> Iterator[Path]:
@@ -213,6 +206,10 @@ class RunFiles:
         """List all checkpoints by step and epoch, void ones too."""
         return list_checkpoints(self.folder)
 
+    def _certificate_path(self, name: str) -> Path:
+        _check_name(name)
+        return self._keys / f"{name}.pem"
+
     def _epoch_path(self, number: int) -> Path:
         return self._epochs / f"{number}.json"
 
@@ -250,10 +247,9 @@ def _check_name(name: str) -> None:
         raise ValueError(f"the name {name!r} of an island {problem}; use letters, digits and dashes")
 
 
-def _list_fresh(folder: Path, pattern: str) -> Iterator[Path]:
-    """List a folder; to change it makes a network file system ask its server instead of its cache."""
+def _refresh(folder: Path) -> None:
+    """Change a folder, so that a network file system asks its server what is in it instead of its cache."""
     os.utime(folder)
-    return folder.glob(pattern)
 
 
 def _fresh_mtime(path: Path) -> float:

@@ -18,7 +18,7 @@ from shardtrain.elastic.messages import (
     to_header,
 )
 
-PEER = Peer(name="a", address="tcp://a", key="k", speed=3)
+PEER = Peer(name="a", address="tcp://a", speed=3)
 REPORT = Report(
     epoch=2,
     step=7,

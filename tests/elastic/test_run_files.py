@@ -74,21 +74,19 @@ def test_a_folder_of_keys_that_others_can_use_is_refused(tmp_path):
     keys.chmod(0o700)
 
 
-def test_keys_have_one_owner(tmp_path):
-    files, others = RunFiles(tmp_path), RunFiles(tmp_path, late_seconds=0.1)
-    files.write_key("a", "key of a")
-    assert others.find_owner("key of a") == "a"
-    assert others.find_owner("key of b") is None
-    files.write_key("b", "key of b")
-    assert others.find_owner("key of b") == others.wait_for_owner("key of b") == "b"
-    assert stat.S_IMODE((tmp_path / "keys" / "b.public").stat().st_mode) == 0o600
+def test_certificates_are_listed_once(tmp_path):
+    files, others = RunFiles(tmp_path), RunFiles(tmp_path)
+    assert others.read_certificate("a") is None
+    files.write_certificate("a", b"that of a")
+    assert others.read_certificate("a") == "that of a"
+    assert stat.S_IMODE((tmp_path / "keys" / "a.pem").stat().st_mode) == 0o600
     with pytest.raises(FileExistsError, match="needs a new name"):
-        files.write_key("a", "another")
-    with pytest.raises(TimeoutError, match="lists no island with the key another"):
-        others.wait_for_owner("another")
+        files.write_certificate("a", b"another")
     for name in ("", ".a", "a/b", "../a", "a\n"):
         with pytest.raises(ValueError, match="use letters, digits and dashes"):
-            files.write_key(name, "key")
+            files.write_certificate(name, b"")
+        with pytest.raises(ValueError, match="use letters, digits and dashes"):
+            others.read_certificate(name)
 
 
 def test_the_last_sign_of_life_counts(tmp_path):

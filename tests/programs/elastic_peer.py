@@ -16,7 +16,6 @@ from shardtrain.system.host import peak_resident_bytes
 class Address(NamedTuple):
     name: str
     address: str
-    key: str
 
 
 def main(folder: str, name: str, patience_seconds: str) -> None:
@@ -29,9 +28,8 @@ def main(folder: str, name: str, patience_seconds: str) -> None:
         expect,
         host="127.0.0.1",
         patience_seconds=float(patience_seconds),
-        heartbeat_seconds=0.1,
     )
-    peer = {"name": name, "address": transport.address, "key": transport.public_key}
+    peer = {"name": name, "address": transport.address}
     print(json.dumps(peer), flush=True)
     transport.connect([Address(**each) for each in json.loads(sys.stdin.readline())])
     before = peak_resident_bytes()

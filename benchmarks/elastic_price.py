@@ -1,0 +1,161 @@
+"""The price of a step of elastic islands: the same toy step, its gradients summed by them and by MPI.
+
+    python benchmarks/elastic_price.py [--work] [--megabytes 1 4 16] [--milliseconds 5 50] [--rounds 5]
+
+Three processes on this host. A step waits for some time, as if a device computed, or keeps its core busy with
+--work; then gradients are summed. One row of a batch is a slot, one for each island. Each round launches all
+sides in another order. MPI: an allreduce of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and
+nothing else of a step of `train`, so the ratio is an upper bound. With fewer cores than islands the islands
+wait for each other's encryption too. Figures: docs/elastic.md.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import tyro
+from paired import markdown, spread, take_turns
+
+ISLANDS, FIRST = 3, 10
+TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+      megabytes: sizes of gradients.
+      milliseconds: times of a step's computation.
+      work: keep the core busy instead of waiting.
+      rounds: launches of each side.
+      steps: of each launch; the first ten are not measured.
+      side: of one process: elastic or mpi.
+      folder: its run folder.
+      seed: of the orders.
+    """
+
+    megabytes: tuple[float, ...] = (1, 4, 16)
+    milliseconds: tuple[float, ...] = (5, 50)
+    work: bool = False
+    rounds: int = 5
+    steps: int = 40
+    side: str = ""
+    folder: Path = Path()
+    seed: int = 0
+
+
+class Toy:
+    """A step that takes some time."""
+
+    def __init__(self, options: Options) -> None:
+        (megabytes,), (milliseconds,) = options.megabytes, options.milliseconds
+        self._seconds, self._work = milliseconds / 1000, options.work
+        self.gradients = np.ones(round(megabytes * (1 << 18)), np.float32)
+        self.state = np.zeros((), np.int64)
+        self.began: list[float] = []
+
+    def compute(self, step: int, slots: tuple[int, ...]) -> np.ndarray:
+        end = time.perf_counter() + self._seconds * len(slots)
+        self.began.append(time.perf_counter())
+        if self._work:
+            while time.perf_counter() < end:
+                np.add(self.gradients[:1000], 1)
+        else:
+            time.sleep(end - time.perf_counter())
+        return self.gradients * np.float32(len(slots))
+
+    def apply(self, step: int, total: np.ndarray) -> None:
+        assert total[0] == total[-1] == ISLANDS
+        self.state = np.int64(step + 1)
+
+    def save(self, folder: Path) -> None:
+        np.save(folder / "state", self.state)
+
+    def restore(self, folder: Path) -> None:
+        self.state = np.load(folder / "state.npy")
+
+
+def run_elastic(options: Options) -> None:
+    """Be one island; all wait for the others, and then take equal shares."""
+    from shardtrain.elastic.island import ElasticIsland
+    from shardtrain.elastic.member import Membership
+
+    toy = Toy(options)
+    membership = Membership(num_slots=ISLANDS, num_steps=options.steps, min_members=ISLANDS)
+    island = ElasticIsland(options.folder, toy, membership, host="127.0.0.1", report=lambda line: None)
+    island._is_dealt = True  # as MPI has it: one slot each, whatever was measured
+    island.run()
+    show(toy)
+
+
+def run_mpi(options: Options) -> None:
+    """Be one rank."""
+    from mpi4py import MPI
+
+    toy = Toy(options)
+    for step in range(options.steps):
+        total = toy.compute(step, (0,))
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total)
+        toy.apply(step, total)
+    show(toy)
+
+
+def show(toy: Toy) -> None:
+    steps = [end - begin for begin, end in pairwise(toy.began)][FIRST:]
+    sys.stdout.write(f"{median(steps)}\n")
+
+
+def launch(options: Options, side: str) -> float:
+    """Return the median seconds of a step of a launch."""
+    words = [sys.executable, __file__, *(["--work"] if options.work else ["--no-work"])]
+    for name in ("steps", "megabytes", "milliseconds"):
+        value = getattr(options, name)
+        words += [f"--{name}", str(value[0] if isinstance(value, tuple) else value)]
+    with TemporaryDirectory() as folder:
+        if side == "elastic":
+            words += ["--side", "elastic", "--folder", folder]
+            islands = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(ISLANDS)]
+            lines = [island.communicate()[0] for island in islands]
+        else:
+            env = os.environ | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} | (TCP if side == "MPI, TCP" else {})
+            words = ["mpiexec", "-n", str(ISLANDS), *words, "--side", "mpi"]
+            done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            lines = done.stdout.splitlines()
+    return median(map(float, lines))
+
+
+def main(options: Options) -> None:
+    if options.side:
+        {"elastic": run_elastic, "mpi": run_mpi}[options.side](options)
+        return
+    sides, rows = ("elastic", "MPI, TCP", "MPI, memory"), []
+    for milliseconds in options.milliseconds:
+        for megabytes in options.megabytes:
+            case = Options(
+                megabytes=(megabytes,), milliseconds=(milliseconds,), work=options.work, steps=options.steps
+            )
+            calls = {side: partial(launch, case, side) for side in sides}
+            seconds = take_turns(calls, options.rounds, options.seed)
+            rows.append([
+                f"{milliseconds:g}", f"{megabytes:g}",
+                *[f"{1000 * median(seconds[side]):.1f}" for side in sides],
+                *[
+                    spread([x / y for x, y in zip(seconds["elastic"], seconds[side], strict=True)])
+                    for side in sides[1:]
+                ],
+            ])  # fmt: skip
+    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], "/ TCP", "/ memory"]
+    sys.stdout.write(markdown(header, rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
