@@ -206,8 +206,8 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
             "--elastic goes before --: launch --elastic 1..2 ... -- train",
         ),
         (
-            ["--elastic", "2..5", "--", "train", "--cpu-devices", "2,1"],
-            "2,1 is for 2 islands, and there are 1",
+            ["--elastic", "3..5", "--", "train", "--cpu-devices", "2,1"],
+            "2,1 is for 2 islands, and there are 3",
         ),
         (["--join", ".", "--elastic", "2..5"], "--elastic and --join are given; the run has its own"),
         (["--join", "."], ". is no run that can be joined: it has no elastic/command.json, which `train"),
