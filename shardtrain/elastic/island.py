@@ -178,6 +178,10 @@ class ElasticIsland:
       host: the address at which others reach this one. None takes that of the default route.
       patience_seconds: a member that is silent for longer is let go by the others.
       report: receives a line for each change of members.
+
+    Attributes:
+      find_digest: called with a step before it is applied; returns the digest of the program's parameters,
+        KIND/HASH, or "" to compare none; see `epoch.find_wrong`. Those that differ are let go by the others.
     """
 
     def __init__(
@@ -214,6 +218,7 @@ class ElasticIsland:
         self._initial: Arrays | None = None
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._work: SimpleQueue[Any] = SimpleQueue()
+        self.find_digest: Callable[[int], str] = lambda step: ""
 
     def wish(self, wish: engine.Wish) -> None:
         """Tell the members what this island wants, which happens after a step; any thread may call it."""
@@ -298,7 +303,7 @@ class ElasticIsland:
             speed = round(1000 * len(slots) / max(time.monotonic() - began, 1e-6))
             self.wish(engine.Wish(speed=max(1, speed), deals=not self._is_dealt))
             self._is_dealt = True
-        self._post(engine.Computed(step, slots, FlatSum(self._own[1])))
+        self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
 
     def _write(self, step: int) -> None:
         with self._files.new_checkpoint() as folder:
@@ -410,6 +415,8 @@ class ElasticIsland:
             case engine.Propose(epoch):
                 content = self._files.propose(epoch.number, json.dumps(to_json(epoch)).encode())
                 self._events.put(engine.Seen(parse_epoch(content)))
+            case engine.Note(text):
+                self._report(text)
             case engine.FindCheckpoint():
                 self._checkpoint = next(reversed(list_valid_checkpoints(self._files)), None)
                 self._events.put(engine.Checkpoint(self._checkpoint.step if self._checkpoint else 0))
