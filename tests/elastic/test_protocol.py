@@ -26,7 +26,7 @@ from shardtrain.elastic.engine import (
 )
 from shardtrain.elastic.epoch import Epoch, Peer, Report
 from shardtrain.elastic.member import Member, Membership, Phase
-from shardtrain.elastic.messages import Chunk, Vote
+from shardtrain.elastic.messages import Chunk, Join, Vote
 
 CALM = ("start", "start", "leave", "save", "deal")
 MOST_SEEDS = 400
@@ -144,6 +144,7 @@ class StopsAloneAtTheLastStep(Member):
     def _commit(self):
         if not self._is_last(self.step + 1) or not self._vote:
             return super()._commit()
+        assert self._ring
         self._apply(self.number, self._ring.total)
         return self._stop()
 
@@ -200,7 +201,9 @@ def test_the_state_of_a_donor_that_is_lost_since_does_not_count():
     assert not effects
     effects = member.handle(0.3, StateReceived("b", 6))
     assert member.step == 6
-    assert [effect.message.ready for effect in effects if isinstance(effect, Send)] == [False]
+    assert [
+        each.message.ready for each in effects if isinstance(each, Send) and isinstance(each.message, Join)
+    ] == [False]
 
 
 def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
