@@ -59,11 +59,15 @@ class StateReceived:
 
 @dataclass(frozen=True)
 class Computed:
-    """Slots of a step are computed. `own` is the sum over all slots of the step computed here so far."""
+    """Slots of a step are computed. `own` is the sum over all slots of the step computed here so far.
+
+    digest: of the parameters before the step, KIND/HASH, which members of one kind compare; "" compares none.
+    """
 
     step: int
     slots: tuple[int, ...]
     own: OwnSum
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,13 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Note:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Over:
     """This island is no member any more.
 
@@ -183,5 +194,16 @@ class Over:
 
 
 Effect = (
-    Send | Connect | Look | Propose | FindCheckpoint | Restore | SendState | Compute | Apply | Write | Over
+    Send
+    | Connect
+    | Look
+    | Propose
+    | FindCheckpoint
+    | Restore
+    | SendState
+    | Compute
+    | Apply
+    | Write
+    | Note
+    | Over
 )

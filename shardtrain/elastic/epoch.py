@@ -4,6 +4,7 @@ Epoch N is a file of the run folder that is made once, so the folder decides bet
 `member.py`, which collects reports and proposes.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -212,6 +213,31 @@ def next_epoch(
         kept=tuple(kept.get(name, 0) for name in slots),
         stops=stops,
     )
+
+
+def find_wrong(digests: Mapping[str, str]) -> tuple[set[str], bool]:
+    """Compare what members say of their parameters, which are equal unless one computes wrongly.
+
+    Args:
+      digests: member -> KIND/HASH. Kinds, such as meshes, may round differently and are not compared.
+
+    Returns:
+      Those that differ from more than half of the members of their kind, and whether others differ too.
+
+    >>> find_wrong({"a": "data=2/1f", "b": "data=2/1f", "c": "data=2/77", "d": "data=4/50"})
+    ({'c'}, False)
+    >>> find_wrong({"a": "data=2/1f", "b": "data=2/77"})
+    (set(), True)
+    """
+    wrong, is_doubtful = set[str](), False
+    for kind in {digest.rpartition("/")[0] for digest in digests.values()}:
+        own = {name: digest for name, digest in digests.items() if digest.rpartition("/")[0] == kind}
+        usual, number = Counter(own.values()).most_common(1)[0]
+        if 2 * number > len(own):
+            wrong |= {name for name, digest in own.items() if digest != usual}
+        else:
+            is_doubtful = True
+    return wrong, is_doubtful
 
 
 def _connected(reports: Mapping[str, Report]) -> list[str]:

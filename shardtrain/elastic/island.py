@@ -186,6 +186,8 @@ class ElasticIsland:
       member: the protocol's state.
       outcome: see `engine.Over`; "" before the end.
       wants_to_leave: asked about twice a second; once it returns True, the island leaves.
+      find_digest: called with a step before it is applied; returns the digest of the program's parameters,
+        KIND/HASH, or "" to compare none; see `epoch.find_wrong`. Those that differ are let go by the others.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class ElasticIsland:
         self._handlers: dict[int, Any] = {}
         self.outcome = ""
         self.wants_to_leave: Callable[[], bool] = lambda: False
+        self.find_digest: Callable[[int], str] = lambda step: ""
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -362,7 +365,7 @@ class ElasticIsland:
             for mine, new in zip(self._own[1], found, strict=True):
                 mine += np.asarray(new)
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
-        self._post(engine.Computed(step, slots, FlatSum(self._own[1])))
+        self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
 
     def _measure(self, slots_per_second: float) -> None:
         """Tell the members the speed of this island; slots are dealt anew where it is another than before."""
@@ -478,5 +481,7 @@ class ElasticIsland:
             case engine.Propose(epoch):
                 content = self.files.propose(epoch.number, json.dumps(to_json(epoch)).encode())
                 self._events.put(engine.Seen(parse_epoch(content)))
+            case engine.Note(text):
+                self._work.put(text)
             case _:
                 self._work.put(effect)

@@ -20,6 +20,7 @@ from shardtrain.elastic.engine import (
     FindCheckpoint,
     Look,
     Lost,
+    Note,
     Over,
     Propose,
     Received,
@@ -32,7 +33,7 @@ from shardtrain.elastic.engine import (
     Wish,
     Write,
 )
-from shardtrain.elastic.epoch import Epoch, Peer, Report, found_epoch, next_epoch
+from shardtrain.elastic.epoch import Epoch, Peer, Report, find_wrong, found_epoch, next_epoch
 from shardtrain.elastic.messages import Announce, Bye, Chunk, Join, Message, Update, Vote
 from shardtrain.elastic.ring import OwnSum, Ring
 
@@ -109,6 +110,7 @@ class Member:
         self._own: OwnSum | None = None
         self._ring: Ring | None = None
         self._vote: Vote | None = None
+        self._digest = ""
         # a change
         self._report: Report | None = None
         self._since = 0.0
@@ -194,8 +196,8 @@ class Member:
             case StateReceived(peer, step) if self.phase is Phase.JOIN and peer == self._donor.name:
                 self.step = self._applied = step
                 self._updates = {later: update for later, update in self._updates.items() if later >= step}
-            case Computed(step, slots, own) if step == self.step:
-                self._own = own
+            case Computed(step, slots, own, digest) if step == self.step:
+                self._own, self._digest = own, digest
                 self._done.update(slots)
             case Applied(step):
                 self._applied = step + 1
@@ -392,6 +394,7 @@ class Member:
             saves=self._saves,
             stops=self._stops or self._is_last(self.step + 1),
             changes=self._wants_change,
+            digest=self._digest,
         )
         self._send(self._vote, *self.others)
         return True
@@ -403,18 +406,31 @@ class Member:
             return False
         assert self._ring
         self._apply(self.number, self._ring.total)
-        if any(vote.stops for vote in votes):
+        if any(vote.stops for vote in votes.values()):
             return self._stop()
-        if any(vote.saves for vote in votes):
+        if self._exclude_wrong(votes):
+            # the next step of all is a change; what they wished is in their next votes
+            return True
+        if any(vote.saves for vote in votes.values()):
             self._write()
-        if any(vote.changes for vote in votes):
+        if any(vote.changes for vote in votes.values()):
             self._change()
         return True
 
-    def _votes(self) -> list[Vote] | None:
+    def _exclude_wrong(self, votes: dict[str, Vote]) -> bool:
+        """Let members go whose parameters differ; all see the same votes, and name the same ones."""
+        digests = {name: vote.digest for name, vote in votes.items() if vote.digest}
+        wrong, is_doubtful = find_wrong(digests)
+        if is_doubtful:
+            text = ", ".join(f"{name} {digest}" for name, digest in digests.items())
+            self._do(Note(f"WARNING: parameters differ, and no majority says which are right: {text}"))
+        self._excluded |= wrong
+        return bool(wrong)
+
+    def _votes(self) -> dict[str, Vote] | None:
         """Return the votes of all members; None while one is missing."""
-        votes = [self._get(Vote, name, self.step) for name in self.others]
-        return [*votes, self._vote] if self._vote and None not in votes else None
+        votes = {name: self._get(Vote, name, self.step) for name in self.others}
+        return {**votes, self.me.name: self._vote} if self._vote and None not in votes.values() else None
 
     def _apply(self, epoch: int, total: Any) -> None:
         self._do(Apply(self.step, epoch, total))

@@ -33,6 +33,7 @@ class Vote:
       saves: a checkpoint.
       stops: the end of the run.
       changes: a new epoch, to let islands in or out or to deal slots anew.
+      digest: of its parameters before the step, KIND/HASH, see `epoch.find_wrong`; "" if it has none.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Vote:
     saves: bool = False
     stops: bool = False
     changes: bool = False
+    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Times are those of the files of epochs; speeds and seconds of saves are those of
 """
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -146,8 +147,9 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
     committed = max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
     steps = find_steps(history.epochs, committed)
     seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
-    measured = [_measure_step(lines, each) for each in steps]
-    others = [_sum_seconds(lines, each, OF_OTHERS) for each in steps]
+    of_epochs = _split_lines(lines, steps)
+    measured = [_measure_step(each) for each in of_epochs]
+    others = [sum(line.get(kind, 0.0) for _, line in each for kind in OF_OTHERS) for each in of_epochs]
     found = []
     for index, epoch in enumerate(history.epochs):
         # a short epoch has the speed of others with as many islands
@@ -181,18 +183,32 @@ def _find_end(history: History, index: int) -> float:
     return end
 
 
-def _measure_step(lines: Sequence[Mapping[str, float]], steps: range) -> float | None:
+Lines = list[tuple[int, Mapping[str, float]]]
+"""Lines of metrics, each with the number of steps since the line before; 0 if that is of another epoch."""
+
+
+def _split_lines(lines: Sequence[Mapping[str, float]], steps: Sequence[range]) -> list[Lines]:
+    """Return the lines of each epoch."""
+    found: list[Lines] = [[] for _ in steps]
+    # ranges that are not empty follow each other
+    begun = [(each.start, index) for index, each in enumerate(steps) if each]
+    for before, line in pairwise([{"step": -1}, *lines]):
+        place = bisect_left(begun, (line["step"], 0)) - 1
+        if place >= 0:
+            start, index = begun[place]
+            number = line["step"] - before["step"] if before["step"] >= start else 0
+            found[index].append((int(number), line))
+    return found
+
+
+def _measure_step(lines: Lines) -> float | None:
     """Return the median seconds of a step by the lines of an epoch."""
     found = [
-        sum(after.get(kind, 0.0) for kind in OF_STEPS) / (after["step"] - before["step"])
-        for before, after in pairwise(lines)
-        if steps.start <= before["step"] < after["step"] <= steps.stop and OF_STEPS[0] in after
+        sum(line.get(kind, 0.0) for kind in OF_STEPS) / number
+        for number, line in lines
+        if number > 0 and OF_STEPS[0] in line
     ]
     return statistics.median(found) if found else None
-
-
-def _sum_seconds(lines: Sequence[Mapping[str, float]], steps: range, kinds: Sequence[str]) -> float:
-    return sum(line.get(kind, 0.0) for line in lines if line["step"] - 1 in steps for kind in kinds)
 
 
 def _find_losses(

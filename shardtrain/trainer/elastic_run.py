@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.policy import is_due
@@ -22,7 +24,7 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.engine import Wish
 from shardtrain.elastic.epoch_files import list_epochs
-from shardtrain.elastic.history import ELASTIC
+from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.island import ElasticIsland
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
@@ -44,6 +46,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.resume import StartPoint, find_parameters
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.synchronisation import compute_fingerprints
 
 ADDRESS = "SHARDTRAIN_ADDRESS"
 """Environment variable: the address at which other islands reach this one."""
@@ -204,6 +207,7 @@ class ElasticRun:
             report=self._report,
         )
         self._island.wants_to_leave = lambda: bool(self.asked())
+        self._island.find_digest = self._find_digest
         checkpoints.checkpoints.set_fence(self.may_write)
         self._describe()
         self._island.start()
@@ -323,9 +327,25 @@ class ElasticRun:
             "pid": os.getpid(),
             "mesh": dict(self._setup.mesh.shape),
             "device": device.device_kind,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             "started": time.time(),
         }
         self._files.describe_member(self.island.member.me.name, facts)
+
+    def _find_digest(self, step: int) -> str:
+        """Return a fingerprint of the parameters when it is due and all islands compute the same bits; or ""."""
+        every = self._run.recovery.fingerprint_every
+        if every is None or step % every or step == 0:
+            return ""
+        found = list_members(self._folder / ELASTIC)
+        kinds = {
+            str([found.get(name, {}).get(key) for key in ("mesh", "device", "cores")])
+            for name in self.island.member.names
+        }
+        if len(kinds) != 1:
+            return ""
+        prints = np.asarray(compute_fingerprints(self._program.state.params)).tobytes()
+        return f"{kinds.pop()}/{zlib.crc32(prints):08x}"
 
     def _show(self) -> None:
         """Let only the chief print steps and notes."""

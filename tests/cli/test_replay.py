@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,7 +110,7 @@ def test_steps_are_replayed_and_compared(folder, replay):
 def test_the_history_is_that_of_the_checkpoint_even_if_the_run_left_it_behind():
     again = [*EPOCHS, found_epoch(4, B, 3, 4)]
 
-    def reader(epoch):
+    def reader(epoch) -> Any:
         return SimpleNamespace(extra={"elastic": {"epoch": epoch}} if epoch else {})
 
     assert select_past(again, {6: reader(3)}, 0, 6) == again[:3]

@@ -21,7 +21,7 @@ from shardtrain.elastic import engine
 from shardtrain.elastic.epoch import Epoch, Peer
 from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
 from shardtrain.elastic.member import Member, Membership, Phase
-from shardtrain.elastic.messages import from_header, to_header
+from shardtrain.elastic.messages import Vote, from_header, to_header
 
 PATIENCE, ELEMENTS, MODULUS = 3.0, 3, (1 << 61) - 1
 START = tuple(range(ELEMENTS))
@@ -115,7 +115,17 @@ HUNTED = ("vote", "report", "propose", "state", "write", "bye", "apply", "announ
 FAULTS = (
     ["start"] * 8
     + ["kill", "kill", "kill chief", "kill chief", "kill two", "leave", "leave", "save", "save", "deal"]
-    + ["freeze", "freeze chief", "partition", "partition", "cut", "cut one way", "exclude", "stop start"]
+    + [
+        "corrupt",
+        "freeze",
+        "freeze chief",
+        "partition",
+        "partition",
+        "cut",
+        "cut one way",
+        "exclude",
+        "stop start",
+    ]
     + [f"hunt {what}" for what in HUNTED]
 )
 
@@ -158,6 +168,8 @@ class Node:
         self.step, self.params = -1, START
         self.own: OwnSum | None = None
         self.speed = world.rng.uniform(0.02, 0.2)
+        self.kind = world.rng.choice(["a", "a", "b"])
+        self.is_faulty = False
         self.fuse: int | None = None  # effects until it dies
 
     @property
@@ -192,6 +204,8 @@ class Simulation:
         self.reference = [START]
         self.hunts: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.digests: dict[tuple[int, int], dict[str, str]] = {}
+        self.may_exclude: set[str] = set()
         self.outcomes: dict[str, tuple[str, int, int, tuple[int, ...]]] = {}
 
     # -- clock ----------------------------------------------------------------------------------------------
@@ -343,6 +357,8 @@ class Simulation:
 
     def do_send(self, node: Node, effect: engine.Send) -> None:
         message, payload = effect.message, effect.payload
+        if isinstance(message, Vote) and message.digest:
+            self.digests.setdefault((message.epoch, message.step), {})[node.name] = message.digest
         if isinstance(payload, WholeSum):
             payload = tuple(payload.elements)
         if self.scenario.encodes:
@@ -402,6 +418,10 @@ class Simulation:
             self.counts[f"epoch {word}"] += word in epoch.why
         for step, number in self.applied:
             self.check_epoch_of(step, number)
+        for number, step in self.digests:
+            self.find_wrong(number, step, self.epochs[number - 1].names)
+        gone = set(epoch.why.partition("excluded ")[2].partition(";")[0].split(", ")) - {""}
+        check(gone <= self.may_exclude, "a member is excluded without a reason", gone)
 
     def do_findcheckpoint(self, node: Node, effect: engine.FindCheckpoint) -> None:
         def find() -> engine.Event:
@@ -417,14 +437,14 @@ class Simulation:
         params = [p for s, _, p in self.checkpoints if s == effect.step] or [START]
 
         def restore() -> None:
-            node.step, node.params, node.own = effect.step, params[0], None
+            node.step, node.params, node.is_faulty, node.own = effect.step, params[0], False, None
 
         self.work(node, 0.0, restore)
 
     def do_sendstate(self, node: Node, effect: engine.SendState) -> None:
         def send() -> None:
             check(node.step == effect.step, "a donor sends another step than it has", node.name, effect)
-            state = node.step, node.params
+            state = node.step, node.params, node.is_faulty
             seconds = self.rng.uniform(0, self.scenario.state_seconds)
             self.carry(
                 node, effect.peer, seconds, lambda to: self.receive_state(to, node.name, *state), fifo=False
@@ -432,9 +452,11 @@ class Simulation:
 
         self.work(node, 0.0, send)
 
-    def receive_state(self, node: Node, donor: str, step: int, params: tuple[int, ...]) -> None:
+    def receive_state(
+        self, node: Node, donor: str, step: int, params: tuple[int, ...], is_faulty: bool
+    ) -> None:
         def copy() -> engine.Event:
-            node.step, node.params, node.own = step, params, None
+            node.step, node.params, node.is_faulty, node.own = step, params, is_faulty, None
             # the joiner may have another donor by now
             self.counts["late state"] += node.member.donor != donor
             return engine.StateReceived(donor, step)
@@ -446,6 +468,8 @@ class Simulation:
         name, member = node.name, node.member
         planned = self.scenario.num_steps
         check(planned is None or effect.step < planned, "a step after the last one is computed", name, effect)
+        wrong = self.find_wrong(member.number, effect.step - 1, member.names)
+        check(not wrong, "a member with other numbers stays", name, effect, wrong)
 
         def note(groups: tuple[tuple[int, ...], ...]) -> None:
             self.given[member.number, effect.step, name] = groups
@@ -454,9 +478,29 @@ class Simulation:
             check(node.step == effect.step, "a member computes another step than it has", name, effect)
             node.own = node.own or OwnSum(note)
             node.own.add(node.params, effect.step, effect.slots)
-            return engine.Computed(effect.step, effect.slots, node.own)
+            if effect.step % 2:
+                return engine.Computed(effect.step, effect.slots, node.own)
+            digest = f"{node.kind}/{effect.step + 1000 * node.is_faulty}"
+            return engine.Computed(effect.step, effect.slots, node.own, digest)
 
         self.work(node, 0.05 + node.speed * len(effect.slots), compute)
+
+    def find_wrong(self, number: int, step: int, names: tuple[str, ...]) -> set[str]:
+        """Return the members of an epoch whose digest is not that of the majority of their kind."""
+        found = self.digests.get((number, step), {})
+        wrong = set()
+        for name in names if found.keys() == set(names) else ():
+            same = [found[other] for other in names if found[other][0] == found[name][0]]
+            wrong |= (
+                {name}
+                if any(same.count(other) > len(same) / 2 for other in {*same} - {found[name]})
+                else set()
+            )
+        self.may_exclude |= wrong
+        return wrong
+
+    def do_note(self, node: Node, effect: engine.Note) -> None:
+        self.counts["doubt"] += 1
 
     def do_apply(self, node: Node, effect: engine.Apply) -> None:
         step, epoch, total = effect.step, effect.epoch, effect.total
@@ -585,10 +629,14 @@ class Simulation:
 
     def fault_exclude(self, node, whom, members, lives):
         if node in members and len(members) > 2:
+            self.may_exclude.add(node.name)
             for each in members:
                 self.after(
                     self.delay(), lambda each=each: self.event(each, engine.Wish(excluded=(node.name,))), each
                 )
+
+    def fault_corrupt(self, node, whom, members, lives):
+        node.is_faulty = True
 
     def fault_freeze(self, node, whom, members, lives):
         seconds = self.rng.choice([0.5, PATIENCE, 2 * PATIENCE, 5 * PATIENCE]) * self.rng.uniform(0.5, 1.5)

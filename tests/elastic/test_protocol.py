@@ -17,14 +17,16 @@ from shardtrain.elastic.engine import (
     Connect,
     FindCheckpoint,
     Look,
+    Lost,
     Propose,
     Seen,
+    Send,
     StateReceived,
     Tick,
 )
-from shardtrain.elastic.epoch import Peer, Report
+from shardtrain.elastic.epoch import Epoch, Peer, Report
 from shardtrain.elastic.member import Member, Membership, Phase
-from shardtrain.elastic.messages import Chunk, Vote
+from shardtrain.elastic.messages import Chunk, Join, Vote
 
 CALM = ("start", "start", "leave", "save", "deal")
 MOST_SEEDS = 400
@@ -47,6 +49,7 @@ def test_runs_with_faults_keep_every_invariant(first):
         "saved",
         "late state",
         "planned end",
+        "epoch excluded",
     ):
         assert counts[what] > 0, what
     assert counts["steps"] > 10 * 50
@@ -71,7 +74,7 @@ def test_islands_that_join_and_leave_repeat_nothing():
 
 class AppliesBeforeTheVotes(Member):
     def _votes(self):
-        return self._vote and [self._vote]
+        return self._vote and {self.me.name: self._vote}
 
 
 class LeavesWithoutBye(Member):
@@ -132,12 +135,6 @@ class ProposesAlone(Member):
         return super()._get(kind, name, step) or invented
 
 
-class TakesTheStateOfAFormerDonor(Member):
-    def _take(self, event):
-        is_state = isinstance(event, StateReceived)
-        super()._take(replace(event, peer=self.donor) if is_state else event)
-
-
 class TrainsAStepTooMany(Member):
     def _is_last(self, step):
         return super()._is_last(step - 1)
@@ -147,8 +144,19 @@ class StopsAloneAtTheLastStep(Member):
     def _commit(self):
         if not self._is_last(self.step + 1) or not self._vote:
             return super()._commit()
+        assert self._ring
         self._apply(self.number, self._ring.total)
         return self._stop()
+
+
+class ComparesNoNumbers(Member):
+    def _exclude_wrong(self, votes):
+        return False
+
+
+class TrustsItsOwnNumbers(Member):
+    def _exclude_wrong(self, votes):
+        return super()._exclude_wrong({name: votes[name] for name in self.others})
 
 
 MUTANTS = (
@@ -163,9 +171,10 @@ MUTANTS = (
     ForgetsItsSlots,
     WaitsForALostDonor,
     ProposesAlone,
-    TakesTheStateOfAFormerDonor,
     TrainsAStepTooMany,
     StopsAloneAtTheLastStep,
+    ComparesNoNumbers,
+    TrustsItsOwnNumbers,
 )
 
 
@@ -177,6 +186,24 @@ def test_a_mutant_is_found(mutant):
         except AssertionError:
             return
     pytest.fail(f"{mutant.__name__} breaks no invariant in {MOST_SEEDS} seeds")
+
+
+def test_the_state_of_a_donor_that_is_lost_since_does_not_count():
+    a, b, c = (Peer(name=name, address="") for name in "abc")
+    epoch = Epoch(number=1, step=0, members=(a, b), slots=((0,), (1,)), why="founded")
+    member = Member(c, Membership(num_slots=2), epoch)
+    member.handle(0.0, Tick())
+    assert member.donor == "a"
+    member.handle(0.1, Lost("a"))
+    effects = member.handle(0.2, StateReceived("a", 5))
+    assert member.donor == "b"
+    assert member.step == -1
+    assert not effects
+    effects = member.handle(0.3, StateReceived("b", 6))
+    assert member.step == 6
+    assert [
+        each.message.ready for each in effects if isinstance(each, Send) and isinstance(each.message, Join)
+    ] == [False]
 
 
 def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():

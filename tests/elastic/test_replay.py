@@ -64,10 +64,12 @@ def test_each_mesh_has_its_own_state_and_a_new_one_copies_that_of_the_oldest_mem
 
 
 def test_differences_have_names():
-    state = {"params": {"w": np.float32([1, 2])}, "step": np.int64(3)}
-    other = {"params": {"w": np.float32([1, 2.5])}, "step": np.int64(3)}
+    state = {"params": {"w": np.array([1, 2], np.float32)}, "step": np.int64(3)}
+    other = {"params": {"w": np.array([1, 2.5], np.float32)}, "step": np.int64(3)}
     assert list_differences(state, state) == []
     assert list_differences(state, other) == ["params/w: by up to 0.5"]
-    zeros = {"params": {"w": np.float32([0.0])}}
-    assert list_differences(zeros, {"params": {"w": np.float32([-0.0])}}) == ["params/w: by up to 0"]
+    zeros = {"params": {"w": np.array([0.0], np.float32)}}
+    assert list_differences(zeros, {"params": {"w": np.array([-0.0], np.float32)}}) == [
+        "params/w: by up to 0"
+    ]
     assert hash_arrays(state) == hash_arrays(dict(state)) != hash_arrays(other)
