@@ -198,7 +198,9 @@ def set_cpu_devices(arguments: list[str]) -> None:
             f"{word} needs a number of devices from 1, as in {word} 8 (or one an island, {word} 2,1);"
             f" got {numbers!r}"
         )
-    del arguments[start : start + (1 if equals else 2)]
+    # the last one counts, as of every option
+    for name in reversed(names):
+        del arguments[name : name + (1 if "=" in arguments[name] else 2)]
     number = numbers if "," not in numbers else _select_island_devices(word, numbers.split(","))
     flag = f"--xla_force_host_platform_device_count={number}"
     other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]

@@ -321,7 +321,7 @@ def test_jax_starts_as_many_threads_as_were_set(flags, monkeypatch):
 @pytest.mark.parametrize(("rank", "number"), [(0, "2"), (1, "1"), (3, "1")])
 def test_each_island_has_its_own_number_of_devices(rank, number, flags):
     flags(rank, 4, "1,3")
-    words = ["run.py", "--cpu-devices=2,1", "--steps", "3"]
+    words = ["run.py", "--cpu-devices", "8", "--cpu-devices=2,1", "--steps", "3"]
     set_cpu_devices(words)
     assert words == ["run.py", "--steps", "3"]
     assert count() == number
