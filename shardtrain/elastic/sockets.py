@@ -92,8 +92,8 @@ class Transport:
             raise ValueError(
                 f"this island cannot listen at {short(host)}: {error}. Give an address of this host"
             ) from None
-        host, port, *_ = self._listener.getsockname()
-        self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        bound, port, *_ = self._listener.getsockname()
+        self.address = f"tcp://[{bound}]:{port}" if ":" in bound else f"tcp://{bound}:{port}"
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (self._waker, self._woken, self._listener):
