@@ -141,7 +141,8 @@ class Transport:
         if peer in self._peers:
             parts = [content, *(x for array in arrays for x in cut_into_chunks(array))]
             for is_small, run in groupby(parts, lambda part: len(part) <= SMALL_BYTES):
-                self._peers[peer].send([b"".join(run)] if is_small else list(run))
+                some = list(run)
+                self._peers[peer].send([b"".join(some)] if is_small else some)
             self._watch(self._peers[peer])
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
