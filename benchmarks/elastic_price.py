@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -63,7 +64,7 @@ class Toy:
         self.state = np.zeros((), np.int64)
         self.began: list[float] = []
 
-    def compute(self, step: int, slots: tuple[int, ...]) -> np.ndarray:
+    def compute(self, step: int, slots: Sequence[int]) -> np.ndarray:
         end = time.perf_counter() + self._seconds * len(slots)
         self.began.append(time.perf_counter())
         if self._work:

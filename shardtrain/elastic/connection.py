@@ -74,12 +74,12 @@ class Connection:
         if self._tls is None:
             try:
                 self.events = next(self._meeting)
-                return
             except StopIteration as made:
                 self._tls, self.peer = made.value
                 self.heard_at, self.events = time.monotonic(), READ
-        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
-            self._work(self._tls)
+        if self._tls is not None:
+            with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+                self._work(self._tls)
 
     def close(self) -> None:
         """Close the connection at once."""

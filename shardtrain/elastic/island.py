@@ -36,8 +36,8 @@ from shardtrain.elastic.sockets import Transport
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.5
-MEASURED_STEPS, SPEED_RATIO = 32, 1.25
-"""Slots are dealt anew if the median speed of so many steps is another by this ratio."""
+MEASURED_STEPS, MEASURED_SECONDS, SPEED_RATIO = 32, 30.0, 1.5
+"""Slots are dealt anew if the median speed of so many steps, and seconds, is another by this ratio."""
 
 MOST_PARTS = 4096
 """Largest number of parts of a sum that are read: of members of a run."""
@@ -225,6 +225,7 @@ class ElasticIsland:
         )
         self._own: tuple[int, Arrays] = -1, []
         self._speeds: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._dealt_seconds = 0.0
         self._was_asked = False
         self._initial: Arrays | None = None
         self._events: SimpleQueue[Any] = SimpleQueue()
@@ -373,10 +374,12 @@ class ElasticIsland:
         speed = max(1, round(1000 * median(self._speeds)))
         dealt = {peer.name: peer.speed for peer in self.member.epoch.members} if self.member.epoch else {}
         before = dealt.get(self.member.me.name, 0)
-        is_full = len(self._speeds) == self._speeds.maxlen
-        deals = not before or (is_full and not 1 / SPEED_RATIO < speed / before < SPEED_RATIO)
+        is_full = len(self._speeds) == MEASURED_STEPS
+        is_long = time.monotonic() > self._dealt_seconds + MEASURED_SECONDS
+        deals = not before or (is_full and is_long and not 1 / SPEED_RATIO < speed / before < SPEED_RATIO)
         if deals:
             self._speeds.clear()
+            self._dealt_seconds = time.monotonic()
         self.wish(engine.Wish(speed=speed, deals=deals))
 
     # -- the thread of the member --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,8 +30,8 @@ from shardtrain.system.excerpts import short
 BEAT_SECONDS = 0.25
 """Time between signs of life, and between looks for certificates and for silence."""
 
-TOGETHER_BYTES = 1 << 14
-"""Largest number of bytes of a message that is copied, so that it is sent at once."""
+SMALL_BYTES = 1 << 14
+"""Largest number of bytes of a part that is copied, so that it is encrypted and sent with its neighbours."""
 
 MOST_STRANGERS = 64
 """Largest number of connections whose other end has not shown its certificate."""
@@ -92,8 +93,8 @@ class Transport:
             raise ValueError(
                 f"this island cannot listen at {short(host)}: {error}. Give an address of this host"
             ) from None
-        host, port, *_ = self._listener.getsockname()
-        self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        bound, port, *_ = self._listener.getsockname()
+        self.address = f"tcp://[{bound}]:{port}" if ":" in bound else f"tcp://{bound}:{port}"
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (self._waker, self._woken, self._listener):
@@ -139,8 +140,9 @@ class Transport:
         content = encode_header(header, arrays)
         if peer in self._peers:
             parts = [content, *(x for array in arrays for x in cut_into_chunks(array))]
-            is_small = sum(map(len, parts)) <= TOGETHER_BYTES
-            self._peers[peer].send([b"".join(parts)] if is_small else parts)
+            for is_small, run in groupby(parts, lambda part: len(part) <= SMALL_BYTES):
+                some = list(run)
+                self._peers[peer].send([b"".join(some)] if is_small else some)
             self._watch(self._peers[peer])
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:

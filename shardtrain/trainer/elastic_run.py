@@ -33,6 +33,7 @@ from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
+from shardtrain.islands.network import ADDRESS
 from shardtrain.report.sinks.sink import Sinks
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
@@ -47,9 +48,6 @@ from shardtrain.trainer.resume import StartPoint, find_parameters
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
-
-ADDRESS = "SHARDTRAIN_ADDRESS"
-"""Environment variable: the address at which other islands reach this one."""
 
 FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
 KEPT_LINES = 64
@@ -333,7 +331,7 @@ class ElasticRun:
         self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
-        """Return a fingerprint of the parameters when it is due and all islands compute the same bits; or ""."""
+        """Return a fingerprint of the parameters, if it is due and all islands compute equal bits; else ""."""
         every = self._run.recovery.fingerprint_every
         if every is None or step % every or step == 0:
             return ""

@@ -138,6 +138,23 @@ def test_a_frozen_process_is_lost_after_the_patience_and_finds_itself_out(opened
     assert json.loads(process.stdout.readline())["lost"] == "a"
 
 
+def test_time_in_which_this_process_was_held_up_is_no_silence(opened):
+    a, b = opened("a"), opened("b")
+    a.connect([address_of(b)])
+    while not a._peers["b"].is_made:
+        assert a.receive(0.01) == b.receive(0.01) == []
+    time.sleep(2 * PATIENCE_SECONDS)
+    for _ in range(10):
+        assert a.receive(0.05) == b.receive(0.05) == []
+
+
+def test_one_that_accepts_and_says_nothing_is_lost_after_the_patience(opened):
+    a, _ = opened("a"), opened("b")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        a.connect([SimpleNamespace(name="b", address=f"tcp://127.0.0.1:{mute.getsockname()[1]}")])
+        assert wait(a) == [Lost("b", "it did not answer within 1 s")]
+
+
 def knock(transport, tmp_path, kind):
     """Connect as a stranger would, and return what comes back until the end."""
     with socket.create_connection(parse_address(transport.address), 5) as raw:
