@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from shardtrain.elastic import engine
 from shardtrain.elastic.epoch import Epoch, Peer
 from shardtrain.elastic.epoch_files import parse_epoch, read_epoch
+from shardtrain.elastic.flat_sum import Arrays, FlatSum, Packing, Part, cut_chunk
 from shardtrain.elastic.folder_checkpoints import FolderCheckpoints, SavedProgram
 from shardtrain.elastic.frames import Lost, Received, UnexpectedFrame
 from shardtrain.elastic.history import ELASTIC
@@ -41,8 +42,6 @@ MEASURED_STEPS, MEASURED_SECONDS, SPEED_RATIO = 32, 30.0, 1.5
 
 MOST_PARTS = 4096
 """Largest number of parts of a sum that are read: of members of a run."""
-
-Arrays = list[np.ndarray]
 
 
 class Program(Protocol):
@@ -85,63 +84,6 @@ class IslandCheckpoints(Protocol):
     def save(self, step: int) -> bool:
         """Save the program's state after a step, as the chief; return False if members changed meanwhile."""
         ...
-
-
-class FlatSum:
-    """A sum of arrays, each cut into chunks; an `OwnSum` and a `Sum` of `ring.py`.
-
-    Args:
-      arrays: contiguous.
-      num_chunks: number of chunks.
-    """
-
-    def __init__(self, arrays: Arrays, num_chunks: int = 1) -> None:
-        self.arrays, self.num_chunks = arrays, num_chunks
-
-    def copy(self, num_chunks: int) -> "FlatSum":
-        return FlatSum([x.copy() for x in self.arrays], num_chunks)
-
-    def chunk(self, index: int) -> "Part":
-        # no copy, though sockets read it later: it is replaced by a sum that the next member adds it to first
-        return Part(cut_chunk(self.arrays, index, self.num_chunks), index, self.num_chunks)
-
-    def add(self, index: int, payload: "Part") -> None:
-        for mine, theirs in self._match(index, payload):
-            mine += theirs
-
-    def replace(self, index: int, payload: "Part") -> None:
-        for mine, theirs in self._match(index, payload):
-            mine[...] = theirs
-
-    def _match(self, index: int, payload: "Part") -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        if (payload.index, payload.num) != (index, self.num_chunks):
-            raise ValueError(
-                f"part {payload.index} of {payload.num} of a sum was sent where part {index} of"
-                f" {self.num_chunks} is due; all islands must run the same version"
-            )
-        return zip(cut_chunk(self.arrays, index, self.num_chunks), payload.arrays, strict=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Part `index` of `num` equal parts of each array of a sum."""
-
-    arrays: Arrays
-    index: int = 0
-    num: int = 1
-
-
-def cut_chunk(arrays: Arrays, index: int, num_chunks: int) -> Arrays:
-    """Return a chunk of each array, views of it.
-
-    >>> [len(cut_chunk([np.zeros(7)], index, 3)[0]) for index in range(3)]
-    [2, 2, 3]
-    """
-    found = []
-    for x in arrays:
-        flat = x.reshape(-1)
-        found.append(flat[index * flat.size // num_chunks : (index + 1) * flat.size // num_chunks])
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +162,8 @@ class ElasticIsland:
             checkpoints = FolderCheckpoints(self.files, program, self.member)
         self._checkpoints = checkpoints
         states, self._state_tree = jax.tree.flatten(program.state)
-        self._sum_like, self._state_like = (
-            [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in each] for each in (sums, states)
-        )
+        self._state_like = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in states]
+        self._packing = Packing(sums)
         self._own: tuple[int, Arrays] = -1, []
         self._speeds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._dealt_seconds = 0.0
@@ -331,7 +272,9 @@ class ElasticIsland:
             case engine.Compute(step, slots):
                 self._compute(step, slots)
             case engine.Apply(step, _, total):
-                self._program.apply(step, jax.tree.unflatten(self._sum_tree, total.arrays))
+                self._program.apply(
+                    step, jax.tree.unflatten(self._sum_tree, self._packing.view(total.arrays))
+                )
                 self._post(engine.Applied(step))
             case engine.SendState(peer, step):
                 # copies: they are sent while later steps change the state in place
@@ -359,11 +302,11 @@ class ElasticIsland:
         if self._save_every and (step + 1) % self._save_every == 0:
             self.wish(engine.Wish(saves=True))
         if self._own[0] != step:
-            self._own = step, [np.zeros(x.shape, x.dtype) for x in self._sum_like]
+            self._own = step, self._packing.make_zeros()
         began = time.monotonic()
         if slots:
             found = jax.tree.leaves(self._program.compute(step, slots))
-            for mine, new in zip(self._own[1], found, strict=True):
+            for mine, new in zip(self._packing.view(self._own[1]), found, strict=True):
                 mine += np.asarray(new)
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
         self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
@@ -447,8 +390,8 @@ class ElasticIsland:
         index, num = part
         if not 0 <= index < num <= MOST_PARTS:
             raise UnexpectedFrame(f"part {index} of {num} of a sum of at most {MOST_PARTS}")
-        shapes = [np.broadcast_to(np.zeros((), x.dtype), x.size) for x in self._sum_like]
-        like = cut_chunk(shapes, index, num) if isinstance(message, Chunk) else self._sum_like
+        like = self._packing.like
+        like = cut_chunk(like, index, num) if isinstance(message, Chunk) else like
         return [np.empty(x.shape, x.dtype) for x in like]
 
     def _check(self, epoch: Epoch) -> Epoch:

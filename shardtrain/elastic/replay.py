@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from shardtrain.elastic.epoch import Epoch
-from shardtrain.elastic.island import FlatSum, Program, copy_leaves
+from shardtrain.elastic.flat_sum import FlatSum, Packing
+from shardtrain.elastic.island import Program, copy_leaves
 from shardtrain.elastic.ledger import LedgerLine, list_ledger
 from shardtrain.elastic.ring import OwnSum, Ring
 
@@ -56,30 +57,28 @@ def replay_steps(
                 tree = jax.tree.structure(programs[mesh].state)
                 programs[mesh].state = jax.tree.unflatten(tree, copy_leaves(programs[donor].state))
         living = present
-        total, tree = _compute_total(programs, meshes, line)
+        total = _compute_total(programs, meshes, line)
         for mesh in present:
-            programs[mesh].apply(line.step, jax.tree.unflatten(tree, total.arrays))
+            programs[mesh].apply(line.step, total)
     return living[0]
 
 
-def _compute_total(
-    programs: Mapping[Mesh, Program], meshes: Mapping[str, Mesh], line: LedgerLine
-) -> tuple[FlatSum, Any]:
-    """Return the sum of a step as all its members held it, and its structure."""
+def _compute_total(programs: Mapping[Mesh, Program], meshes: Mapping[str, Mesh], line: LedgerLine) -> Any:
+    """Return the sum of a step as all its members held it."""
     found = {
         name: [programs[meshes[name]].compute(line.step, group) for group in groups]
         for name, groups in line.groups.items()
     }
     like, tree = jax.tree.flatten(next(sums[0] for sums in found.values() if sums))
-    own = []
+    packing, own = Packing(like), []
     for sums in found.values():
         # as an island adds them: to zeros, so that -0.0 becomes 0.0
-        total = [np.zeros(x.shape, x.dtype) for x in like]
+        flat = packing.make_zeros()
         for each in sums:
-            for mine, new in zip(total, jax.tree.leaves(each), strict=True):
+            for mine, new in zip(packing.view(flat), jax.tree.leaves(each), strict=True):
                 mine += np.asarray(new)
-        own.append(FlatSum(total))
-    return sum_as_ring(own), tree
+        own.append(FlatSum(flat))
+    return jax.tree.unflatten(tree, packing.view(sum_as_ring(own).arrays))
 
 
 def sum_as_ring(sums: Sequence[OwnSum]) -> Any:

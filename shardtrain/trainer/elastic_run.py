@@ -331,7 +331,7 @@ class ElasticRun:
         self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
-        """Return a fingerprint of the parameters, if it is due and all islands compute equal bits; else ""."""
+        """Return a fingerprint of the parameters, if it is due and islands compute equal bits; else ""."""
         every = self._run.recovery.fingerprint_every
         if every is None or step % every or step == 0:
             return ""

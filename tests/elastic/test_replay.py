@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from elastic_island import Toy
 
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
-from shardtrain.elastic.island import FlatSum, cut_chunk
+from shardtrain.elastic.flat_sum import FlatSum, cut_chunk
 from shardtrain.elastic.replay import hash_arrays, list_differences, replay_steps, sum_as_ring
 
 A, B, C = (Peer(name=name, address="") for name in "abc")

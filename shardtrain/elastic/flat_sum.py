@@ -1,0 +1,106 @@
+"""The arrays of a sum, packed into a flat one for each dtype and cut into chunks. Next: `ring.py`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+Arrays = list[np.ndarray]
+
+
+class Packing:
+    """The places of arrays in flat ones, one for each dtype: many small messages cost more than a large one.
+
+    Args:
+      like: arrays, or their shapes and dtypes.
+
+    Attributes:
+      dtypes: of the flat arrays.
+      like: the flat arrays without memory.
+
+    >>> packing = Packing([np.zeros((2, 2)), np.float32(3), np.zeros(3)])
+    >>> [(x.dtype.name, x.shape) for x in packing.make_zeros()]
+    [('float64', (7,)), ('float32', (1,))]
+    """
+
+    def __init__(self, like: Sequence[Any]) -> None:
+        self._dtypes = [np.dtype(x.dtype) for x in like]
+        self._shapes = [tuple(np.shape(x)) for x in like]
+        self._sizes = [int(np.prod(shape)) for shape in self._shapes]
+        self.dtypes = list(dict.fromkeys(self._dtypes))
+        parts = list(zip(self._sizes, self._dtypes, strict=True))
+        totals = [sum(size for size, of in parts if of == dtype) for dtype in self.dtypes]
+        self.like = [np.broadcast_to(np.zeros((), d), n) for d, n in zip(self.dtypes, totals, strict=True)]
+
+    def make_zeros(self) -> Arrays:
+        """Return the flat arrays, of zeros."""
+        return [np.zeros(x.shape, x.dtype) for x in self.like]
+
+    def view(self, flat: Arrays) -> Arrays:
+        """Return the arrays as views of the flat ones."""
+        found: dict[int, np.ndarray] = {}
+        for dtype, whole in zip(self.dtypes, flat, strict=True):
+            own = [i for i, of in enumerate(self._dtypes) if of == dtype]
+            ends = list(accumulate(self._sizes[i] for i in own))
+            for i, end in zip(own, ends, strict=True):
+                found[i] = whole[end - self._sizes[i] : end].reshape(self._shapes[i])
+        return [found[i] for i in range(len(found))]
+
+
+class FlatSum:
+    """A sum of arrays, each cut into chunks; an `OwnSum` and a `Sum` of `ring.py`.
+
+    Args:
+      arrays: contiguous.
+      num_chunks: number of chunks.
+    """
+
+    def __init__(self, arrays: Arrays, num_chunks: int = 1) -> None:
+        self.arrays, self.num_chunks = arrays, num_chunks
+
+    def copy(self, num_chunks: int) -> "FlatSum":
+        return FlatSum([x.copy() for x in self.arrays], num_chunks)
+
+    def chunk(self, index: int) -> "Part":
+        # no copy, though sockets read it later: it is replaced by a sum that the next member adds it to first
+        return Part(cut_chunk(self.arrays, index, self.num_chunks), index, self.num_chunks)
+
+    def add(self, index: int, payload: "Part") -> None:
+        for mine, theirs in self._match(index, payload):
+            mine += theirs
+
+    def replace(self, index: int, payload: "Part") -> None:
+        for mine, theirs in self._match(index, payload):
+            mine[...] = theirs
+
+    def _match(self, index: int, payload: "Part") -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        if (payload.index, payload.num) != (index, self.num_chunks):
+            raise ValueError(
+                f"part {payload.index} of {payload.num} of a sum was sent where part {index} of"
+                f" {self.num_chunks} is due; all islands must run the same version"
+            )
+        return zip(cut_chunk(self.arrays, index, self.num_chunks), payload.arrays, strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Part `index` of `num` equal parts of each array of a sum."""
+
+    arrays: Arrays
+    index: int = 0
+    num: int = 1
+
+
+def cut_chunk(arrays: Arrays, index: int, num_chunks: int) -> Arrays:
+    """Return a chunk of each array, views of it.
+
+    >>> [len(cut_chunk([np.zeros(7)], index, 3)[0]) for index in range(3)]
+    [2, 2, 3]
+    """
+    found = []
+    for x in arrays:
+        flat = x.reshape(-1)
+        found.append(flat[index * flat.size // num_chunks : (index + 1) * flat.size // num_chunks])
+    return found
