@@ -93,8 +93,11 @@ def run_elastic(options: Options) -> None:
     toy = Toy(options)
     membership = Membership(num_slots=ISLANDS, num_steps=options.steps, min_members=ISLANDS)
     island = ElasticIsland(options.folder, toy, membership, host="127.0.0.1", report=lambda line: None)
-    island._is_dealt = True  # as MPI has it: one slot each, whatever was measured
-    island.run()
+    # as MPI has it: one slot each, whatever is measured
+    island._measure = lambda slots_per_second: None
+    with island:
+        for _ in island:
+            pass
     show(toy)
 
 

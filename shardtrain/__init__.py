@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardtrain.data import place as place
     from shardtrain.elastic.island import ElasticIsland as ElasticIsland
     from shardtrain.elastic.member import Membership as Membership
+    from shardtrain.elastic.options import Elastic as Elastic
     from shardtrain.functional.cross_entropy import cross_entropy as cross_entropy
     from shardtrain.functional.linen_model import from_linen as from_linen
     from shardtrain.functional.loss import Loss as Loss
@@ -85,6 +86,7 @@ _MODULES = {
     ),
     "elastic.island": ("ElasticIsland",),
     "elastic.member": ("Membership",),
+    "elastic.options": ("Elastic",),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),

@@ -169,6 +169,7 @@ def _make_programs(
             batches,
             num_slots,
             _make_state(own, setup, reader),
+            setup.learning_rate,
         )
     return programs
 
