@@ -64,7 +64,7 @@ def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> by
       ValueError: it is no JSON, or too long.
 
     >>> encode_header({"step": 3}, [np.zeros((2, 3), np.float32)])
-    b'#\\x00\\x00\\x00[{"step": 3}, [["float32", [2, 3]]]]'
+    b'$\\x00\\x00\\x00[{"step": 3}, [["float32", [2, 3]]]]'
     """
     content = json.dumps([header, [describe(array) for array in arrays]], allow_nan=False).encode()
     if len(content) > MOST_HEADER_BYTES:

@@ -81,7 +81,7 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
         "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
         "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
         "--gradient-noise-scale": run.gradient_noise_scale,
-        "--scaling (islands of different sizes would differ)": run.scaling.rate != "none",
+        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
         "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
         "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
         "--recovery.spike, which rolls back": run.recovery.spike is not None,

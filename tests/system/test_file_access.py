@@ -79,7 +79,7 @@ ALLOWED = {
     },
     "shardtrain/doctor/names.py": {".read_text": SYSTEM},
     "shardtrain/doctor/runner.py": {"json.loads": OWN},
-    "shardtrain/elastic/island.py": {"shutil.rmtree": STEPS},
+    "shardtrain/elastic/folder_checkpoints.py": {"shutil.rmtree": STEPS},
     "shardtrain/elastic/run_files.py": {
         ".rename": STEPS, ".touch": "an empty file that shows that a member lives",
         "open(rb)": "for its time alone", "shutil.rmtree": PARTIAL,
