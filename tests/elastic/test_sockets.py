@@ -294,9 +294,9 @@ def test_wrong_frames_lose_the_peer_and_nothing_else(opened, kind):
 
 
 def test_a_large_array_takes_bounded_memory(opened, spawned):
+    array = np.ones(256 << 20, np.uint8)  # takes long beside other tests, in which nothing would be sent
     a = opened("a", patience_seconds=60.0)
     spawned("b", a)
-    array = np.ones(256 << 20, np.uint8)
     a.send("b", {"num_bytes": array.nbytes}, [array])
     (received,) = wait(a, seconds=30)
     assert received.header["sum"] == array.nbytes
