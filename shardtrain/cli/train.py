@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
-from shardtrain.elastic.command_file import COMMAND, write_command
 from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -97,9 +96,6 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     from shardtrain.trainer.program_cache import keep_programs
     from shardtrain.trainer.train import train
 
-    if run.elastic.islands:
-        keep_command(run.run_dir or Path("runs/run"), given_arguments)
-
     # Orbax logs a traceback for each array that it could not write; our own message is printed once
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -118,7 +114,7 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
             if environment.rank == 0:
                 terminal.out("".join(f"{text}\n" for text in texts if text))
             try:
-                trained = train(run, None, islands, activity, stop, profile=profile)
+                trained = train(run, None, islands, activity, stop, profile=profile, command=given_arguments)
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
                     islands.control.all_gather("the end", timeout_seconds=run.watch.limit(long=True))
@@ -139,18 +135,6 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     if trained.time_over or trained.outcome in ENDED_EARLY:
         return TEMPORARY_FAILURE
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
-
-
-def keep_command(run_folder: Path, arguments: Sequence[str]) -> None:
-    """Keep the command of an elastic run for the islands that join; replace one that never began."""
-    from shardtrain.trainer.run_folder import check_folder
-
-    check_folder(run_folder)
-    folder = run_folder / "elastic"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not any(folder.glob("epochs/*.json")):
-        (folder / COMMAND).unlink(missing_ok=True)
-    write_command(folder, arguments)
 
 
 def format_failure(activity: ActivityRecord, error: OSError) -> str:

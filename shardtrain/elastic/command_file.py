@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.elastic.messages import from_json, to_json
-from shardtrain.system.atomic_write import create_file
+from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.untrusted_files import read_json
 
 COMMAND = "command.json"
@@ -28,14 +28,14 @@ class Command:
 
 
 def write_command(folder: Path, arguments: Sequence[str]) -> None:
-    """Keep the command of a run, unless an island has kept it already.
+    """Keep the command of a run, in place of an earlier one.
 
     Args:
       folder: `RUN/elastic`, which exists.
       arguments: the words after `train`.
     """
     command = Command(arguments=tuple(arguments), folder=os.getcwd())
-    create_file(folder / COMMAND, json.dumps(to_json(command), indent=1).encode() + b"\n")
+    replace_file(folder / COMMAND, json.dumps(to_json(command), indent=1).encode() + b"\n")
 
 
 def read_command(folder: Path) -> Command:

@@ -77,6 +77,11 @@ class Applied:
     step: int
 
 
+@dataclass(frozen=True)
+class Written:
+    """The last `Write` of a run is done, or has failed for good."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What this island wants: it happens after a step, to which all members agree.
@@ -98,7 +103,7 @@ class Wish:
     excluded: tuple[str, ...] = ()
 
 
-Event = Received | Lost | Seen | Tick | Checkpoint | StateReceived | Computed | Applied | Wish
+Event = Received | Lost | Seen | Tick | Checkpoint | StateReceived | Computed | Applied | Written | Wish
 
 
 @dataclass(frozen=True)
@@ -170,9 +175,13 @@ class Apply:
 
 @dataclass(frozen=True)
 class Write:
-    """Save a checkpoint of the state as it is now; commit it only under the number of `Member.fence`."""
+    """Save a checkpoint of the state as it is now; commit it only under the number of `Member.fence`.
+
+    is_last: the run ends with it; `Written` follows.
+    """
 
     step: int
+    is_last: bool = False
 
 
 @dataclass(frozen=True)

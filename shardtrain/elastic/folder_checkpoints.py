@@ -52,7 +52,7 @@ class FolderCheckpoints:
             self._program.restore(self._found.folder)
         return self._found is not None
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, is_last: bool) -> bool:
         """Save the program's state after a step; return False if members changed meanwhile."""
         with self._files.new_checkpoint() as folder:
             self._program.save(folder)

@@ -81,8 +81,16 @@ class IslandCheckpoints(Protocol):
         """Set the program's state to the checkpoint that was found; return False if there was none."""
         ...
 
-    def save(self, step: int) -> bool:
-        """Save the program's state after a step, as the chief; return False if members changed meanwhile."""
+    def save(self, step: int, *, is_last: bool) -> bool:
+        """Save the program's state after a step, as the chief.
+
+        Args:
+          step: number of steps done.
+          is_last: the run ends with it, so the checkpoint must be complete when this returns.
+
+        Returns:
+          False if members changed meanwhile, so that another one is the chief.
+        """
         ...
 
 
@@ -198,8 +206,8 @@ class ElasticIsland:
         """Begin to look for the other members."""
         if self.member.number:
             self._report(
-                f"joins a run of {len(self.member.names)} islands; if none answers for"
-                f" {self.member.options.found_seconds:g} s, continues from the newest checkpoint"
+                f"joins the run; if no island answers for {self.member.options.found_seconds:g} s, continues"
+                " from the newest checkpoint"
             )
         self._thread.start()
 
@@ -292,10 +300,12 @@ class ElasticIsland:
             case engine.Restore():
                 if not self._checkpoints.restore() and self._initial is not None:
                     self._program.state = jax.tree.unflatten(self._state_tree, self._initial)
-            case engine.Write(step):
-                if not self._checkpoints.save(step):
+            case engine.Write(step, is_last):
+                if not self._checkpoints.save(step, is_last=is_last):
                     self._report(f"step {step} is not saved: the members changed meanwhile")
                     self.wish(engine.Wish(saves=True))
+                if is_last:
+                    self._post(engine.Written())
 
     def _compute(self, step: int, slots: tuple[int, ...]) -> None:
         self._initial = None
@@ -320,6 +330,7 @@ class ElasticIsland:
         is_full = len(self._speeds) == MEASURED_STEPS
         is_long = time.monotonic() > self._dealt_seconds + MEASURED_SECONDS
         deals = not before or (is_full and is_long and not 1 / SPEED_RATIO < speed / before < SPEED_RATIO)
+        deals = deals and len(dealt) > 1
         if deals:
             self._speeds.clear()
             self._dealt_seconds = time.monotonic()
@@ -411,7 +422,10 @@ class ElasticIsland:
         for effect in effects:
             self._perform(effect)
         if new is not None and new is not before:
-            self._work.put(f"epoch {new.number} from step {new.step}: {len(new.members)} islands; {new.why}")
+            number = len(new.members)
+            self._work.put(
+                f"epoch {new.number} from step {new.step}: {number} island{'s' * (number > 1)}; {new.why}"
+            )
 
     def _perform(self, effect: engine.Effect) -> None:
         match effect:

@@ -32,6 +32,7 @@ from shardtrain.elastic.engine import (
     Tick,
     Wish,
     Write,
+    Written,
 )
 from shardtrain.elastic.epoch import Epoch, Peer, Report, find_wrong, found_epoch, next_epoch
 from shardtrain.elastic.messages import Announce, Bye, Chunk, Join, Message, Update, Vote
@@ -114,7 +115,7 @@ class Member:
         # a change
         self._report: Report | None = None
         self._since = 0.0
-        self._proposed = self._stopping = False
+        self._proposed = self._stopping = self._has_said_bye = self._is_writing = False
         self._few_since: float | None = None
         if newest is not None:
             self._connect()
@@ -201,6 +202,8 @@ class Member:
                 self._done.update(slots)
             case Applied(step):
                 self._applied = step + 1
+            case Written():
+                self._is_writing = False
             case Wish():
                 self._saves |= event.saves
                 self._stops |= event.stops
@@ -443,10 +446,10 @@ class Member:
             key: kept for key, kept in self._inbox.items() if key[0] is not Vote or key[2] >= self.step
         }
 
-    def _write(self) -> None:
+    def _write(self, *, is_last: bool = False) -> None:
         self._saves = False
         if self.is_chief:
-            self._do(Write(self.step))
+            self._do(Write(self.step, is_last))
 
     # -- a change of members ------------------------------------------------------------------------------
 
@@ -551,17 +554,20 @@ class Member:
 
     def _stop(self) -> bool:
         """The run ends; to one that lacks a vote, an exit now would look like a death."""
-        self.phase, self._stopping = Phase.STOP, True
-        self._write()
-        self._send(Bye(epoch=self.number), *self.others)
+        self.phase, self._stopping, self._has_said_bye = Phase.STOP, True, False
+        self._write(is_last=True)
+        self._is_writing = self.is_chief
         return True
 
     def _part(self) -> bool:
-        """Wait for the word of all that they know that the run ends."""
+        """Wait for the word of all that they know that the run ends; the chief's, that it has saved."""
+        if not self._has_said_bye and not self._is_writing:
+            self._has_said_bye = True
+            self._send(Bye(epoch=self.number), *self.others)
         missing = {name for name in self.others if not self._get(Bye, name)}
         if missing & self._lost or any(self._get(Report, name) for name in self.others):
             return self._change()
-        return not missing and self._end("stopped")
+        return not (missing or self._is_writing) and self._end("stopped")
 
     def _end(self, outcome: str) -> bool:
         self.phase, self.outcome = Phase.OVER, outcome

@@ -178,7 +178,7 @@ def _find_end(history: History, index: int) -> float:
     end = history.made[index + 1] if following else history.ended
     if not following or following[0].founded:
         names = history.epochs[index].names
-        alive = max((history.alive[name] for name in names if name in history.alive), default=end)
+        alive = max((history.alive[name] for name in names if name in history.alive), default=0.0)
         end = min(max(alive, history.made[index]), end)
     return end
 

@@ -10,7 +10,7 @@ import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
+from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import ELASTIC, list_members
@@ -113,6 +114,7 @@ class ElasticRun:
       outcome: why this island is no member any more; "" while it is, see `engine.Over`.
       asked: returns the number of the signal that asks this island to leave, or 0.
       save_state: saves the state after the newest step, as the loop does it.
+      command: the words after `shardtrain train`, for islands that `launch --join` starts; () if not known.
       watched: number of steps done and metrics, of steps that this island has watched before it joined: the
         chief may be lost before it has written them.
     """
@@ -128,6 +130,7 @@ class ElasticRun:
         self.save_state: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = False
+        self.command: Sequence[str] = ()
 
     @property
     def outcome(self) -> str:
@@ -288,6 +291,8 @@ class ElasticRun:
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
         replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
+        if self.command:
+            write_command(self._folder / ELASTIC, self.command)
         self._program.state = None
         self._start = self._find_start()
         expected = self._program.find_position(self._start.step)
@@ -300,13 +305,15 @@ class ElasticRun:
         self._program.state = self._start.state
         return True
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, is_last: bool) -> bool:
         """Save the state after a step; return False if members changed meanwhile."""
         if not self.may_write():
             return False
         self._saved_seconds = time.monotonic()
         self._show()
         self.save_state()
+        if is_last:
+            self._checkpoints.settle()
         return True
 
     def saved(self, step: int) -> dict[str, Any]:

@@ -185,8 +185,10 @@ class _Loop:
         return voted.vote
 
     def _save_written(self) -> None:
-        """Save the newest step, with all metrics so far written."""
+        """Save the newest step, unless that is done or nothing was ever trained, with its metrics written."""
         self.log.catch_up(keep_newest=False)
+        if self.saving == self.done or not (self.first_step or self.log.trained):
+            return
         self._save_and_continue()
 
     def _save_and_continue(self) -> None:

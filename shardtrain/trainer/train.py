@@ -3,7 +3,7 @@
 Each part can be used separately, see the README.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,6 +81,7 @@ def train(
     stop: StopSignals | None = None,
     *,
     profile: ProfiledSteps | None = None,
+    command: Sequence[str] = (),
 ) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
 
@@ -91,6 +92,7 @@ def train(
       activity: what this process is doing, for its watchdog.
       stop: the stop signals, already entered; by default signals are recorded while this runs.
       profile: steps of which rank 0 records a trace; None disables it.
+      command: the words after `shardtrain train`, with which `launch --join` starts further islands.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
@@ -108,6 +110,8 @@ def train(
         if Coordination(islands).is_first and not is_elastic:
             _say_mark(folder, output, stop)
         prepared = PreparedRun(run, folder, islands, output, stack)
+        if prepared.elastic is not None:
+            prepared.elastic.command = command
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
             stack.enter_context(lock_folder(folder, shared=is_elastic))

@@ -13,8 +13,7 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.cli import set_cpu_devices
-from shardtrain.cli.train import keep_command
-from shardtrain.elastic.command_file import read_command, write_command
+from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.epoch import Epoch, Peer
 from shardtrain.elastic.messages import to_json
 from shardtrain.elastic.run_files import RunFiles
@@ -119,15 +118,6 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
     shown = capsys.readouterr()
     assert "launch: the folder in which the run was begun is not here: started in this one\n" in shown.err
     assert "cd " not in shown.out
-
-
-def test_the_command_of_a_run_is_kept_once_it_began(tmp_path):
-    for word in ("wrong.py", "run.py"):
-        keep_command(tmp_path, [word, "--elastic", "1..2"])
-        assert read_command(tmp_path / "elastic").arguments[0] == word
-    RunFiles(tmp_path / "elastic").propose(1, b"{}")
-    keep_command(tmp_path, ["later.py"])
-    assert read_command(tmp_path / "elastic").arguments == ("run.py", "--elastic", "1..2")
 
 
 def test_slurm_prints_its_script(capsys, tmp_path):

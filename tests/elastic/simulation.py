@@ -550,6 +550,8 @@ class Simulation:
                 check(self.epochs[-1].names[0] == node.name, "one that is not chief writes", node.name, step)
                 self.checkpoints.append((step, min(fence, len(self.epochs)), params))
                 self.counts["saved"] += 1
+                if effect.is_last:
+                    self.event(node, engine.Written())
             elif node.lives:
                 self.counts["refused"] += 1
                 self.after(1.0, lambda: commit(step, params), node)
@@ -691,6 +693,8 @@ class Simulation:
                 era = sum(epoch.founded for epoch in self.epochs[:number])
                 end = ends.setdefault(era, (step, params))
                 check(end == (step, params), "members end at different steps", name, era, end, step)
+                saved = any(each[0] == step for each in self.checkpoints)
+                check(saved or not step, "a run has ended, and its last step is not saved", name, step)
         num_steps = max([step + 1 for step, _ in self.applied], default=0)
         if self.epochs:
             for line in list_ledger(self.epochs, num_steps):

@@ -7,9 +7,9 @@ import pytest
 from shardtrain.elastic.command_file import COMMAND, Command, read_command, write_command
 
 
-def test_the_first_island_keeps_it(tmp_path):
-    write_command(tmp_path, ["gpt_text", "--steps", "3"])
+def test_the_newest_one_is_read(tmp_path):
     write_command(tmp_path, ["gpt_text"])
+    write_command(tmp_path, ["gpt_text", "--steps", "3"])
     assert read_command(tmp_path) == Command(arguments=("gpt_text", "--steps", "3"), folder=os.getcwd())
 
 

@@ -18,11 +18,15 @@ from shardtrain.elastic.engine import (
     FindCheckpoint,
     Look,
     Lost,
+    Over,
     Propose,
+    Restore,
     Seen,
     Send,
     StateReceived,
     Tick,
+    Write,
+    Written,
 )
 from shardtrain.elastic.epoch import Epoch, Peer, Report
 from shardtrain.elastic.member import Member, Membership, Phase
@@ -80,6 +84,12 @@ class AppliesBeforeTheVotes(Member):
 class LeavesWithoutBye(Member):
     def _part(self):
         return self._end("stopped")
+
+
+class EndsBeforeItHasSaved(Member):
+    def _stop(self):
+        stopped, self._is_writing = super()._stop(), False
+        return stopped
 
 
 class WritesWithoutFence(Member):
@@ -162,6 +172,7 @@ class TrustsItsOwnNumbers(Member):
 MUTANTS = (
     AppliesBeforeTheVotes,
     LeavesWithoutBye,
+    EndsBeforeItHasSaved,
     WritesWithoutFence,
     BreaksItsPromise,
     ReportsASumItLacks,
@@ -213,7 +224,6 @@ def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
     (proposal,) = member.handle(0.1, Checkpoint(3))
     assert isinstance(proposal, Propose)
     effects = member.handle(0.2, Seen(proposal.epoch))
-    assert [type(effect).__name__ for effect in effects if not isinstance(effect, Connect)] == [
-        "Restore", "Write", "Over",
-    ]  # fmt: skip
-    assert member.outcome == "stopped"
+    assert effects == [Restore(3), Connect(()), Write(3, is_last=True)]
+    # it ends once all is saved
+    assert member.handle(0.3, Written()) == [Over("stopped")]
