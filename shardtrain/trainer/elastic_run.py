@@ -12,8 +12,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,11 +27,10 @@ from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import ELASTIC, list_members
-from shardtrain.elastic.island import ElasticIsland
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
 from shardtrain.elastic.run_files import RunFiles
-from shardtrain.errors.messages import refuse
+from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
@@ -49,6 +49,9 @@ from shardtrain.trainer.resume import StartPoint, find_parameters
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
+
+if TYPE_CHECKING:
+    from shardtrain.elastic.island import ElasticIsland
 
 FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
 KEPT_LINES = 64
@@ -81,12 +84,12 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
         "--shares (rows follow the measured speed)": strategy.across.shares is not None,
         "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
         "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
-        "--gradient-noise-scale": run.gradient_noise_scale,
+        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
         "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
         "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
         "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
-        "--recovery.spike, which rolls back": run.recovery.spike is not None,
-        "--checkpoints.best": run.checkpoints.best is not None,
+        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
+        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
         "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
     }
     problems = [name for name, is_given in wrong.items() if is_given]
@@ -96,6 +99,8 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
             "--elastic is given, and several processes were started together; start each island alone:"
             " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
         )
+    if find_spec("cryptography") is None:
+        raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
     elastic = replace(run.elastic, slots=run.elastic.choose_slots(run.batch, strategy.accumulate))
     return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
 
@@ -137,7 +142,7 @@ class ElasticRun:
         return "" if self._island is None else self._island.outcome
 
     @property
-    def island(self) -> ElasticIsland:
+    def island(self) -> "ElasticIsland":
         """The island, once `join` has been called."""
         assert self._island is not None
         return self._island
@@ -198,6 +203,8 @@ class ElasticRun:
             wait_seconds=60 * run.elastic.wait_minutes,
             minority_seconds=run.elastic.patience_seconds,
         )
+        from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
+
         self._island = ElasticIsland(
             self._folder,
             self._program,
