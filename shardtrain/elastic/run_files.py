@@ -106,6 +106,10 @@ class RunFiles:
             number += 1
         return number
 
+    def begun(self) -> float:
+        """Return the time of the first epoch, which exists, in seconds since 1970."""
+        return self._epoch_path(1).stat().st_mtime
+
     def write_certificate(self, name: str, certificate: bytes) -> None:
         """List the certificate of an island, so that the others let it in.
 

@@ -46,7 +46,7 @@ from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.resume import StartPoint, find_parameters
-from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
 
@@ -183,8 +183,7 @@ class ElasticRun:
         self._facts = {"facts": dict(facts), "name": f"{socket.gethostname()}, process {os.getpid()}"}
         base = run.start_from
         tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
-        extra = select_kept_tokens(tokens)
-        self._start = StartPoint(state=init(), step=0, position=Position(epoch=0, index=0), extra=extra)
+        self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
         self._program = ElasticProgram(
             setup.model,
             run.loss,
@@ -192,7 +191,7 @@ class ElasticRun:
             setup.placement,
             self._batches,
             self.num_slots,
-            self._start.state,
+            init(),
             setup.learning_rate,
         )
         options = Membership(
@@ -230,7 +229,8 @@ class ElasticRun:
             state=self._program.state,
             step=step,
             position=self._program.find_position(step),
-            extra=self._start.extra if self._start.step == step else extra,
+            # the clock of the run goes on, whoever joins
+            extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
         )
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -301,15 +301,15 @@ class ElasticRun:
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
         self._program.state = None
-        self._start = self._find_start()
-        expected = self._program.find_position(self._start.step)
-        if self._start.position != expected:
+        start = self._find_start()
+        expected = self._program.find_position(start.step)
+        if start.position != expected:
             raise ValueError(
-                f"the checkpoint of step {self._start.step} continues at {self._start.position} of the data,"
-                f" and with islands that come and go step {self._start.step} is at {expected}: the batch or"
-                " the data has changed, or a rollback skipped data. Continue without --elastic"
+                f"the checkpoint of step {start.step} continues at {start.position} of the data, and with"
+                f" islands that come and go step {start.step} is at {expected}: the batch or the data has"
+                " changed, or a rollback skipped data. Continue without --elastic"
             )
-        self._program.state = self._start.state
+        self._program.state, self._extra = start.state, start.extra
         return True
 
     def save(self, step: int, *, is_last: bool) -> bool:
