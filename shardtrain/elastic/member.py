@@ -38,6 +38,9 @@ from shardtrain.elastic.epoch import Epoch, Peer, Report, find_wrong, found_epoc
 from shardtrain.elastic.messages import Announce, Bye, Chunk, Join, Message, Update, Vote
 from shardtrain.elastic.ring import OwnSum, Ring
 
+ENDED_SECONDS = 10.0
+"""Time without a sign of life after which members whose ports refuse have ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
@@ -263,10 +266,12 @@ class Member:
                 self._cut_since = None
             elif self._cut_since is None:
                 self._cut_since = self._now
-            # processes that have ended cannot come back; others may be at the other side of a cut network
+            # a port that refuses is of a process that has ended; or of another host, if an address is wrong
             have_ended = set(self.names) <= self._closed
             is_alone = set(self.names) <= self._lost
-            if have_ended or (is_alone and idle_seconds >= self.options.found_seconds):
+            found_seconds = self.options.found_seconds
+            least_seconds = min(ENDED_SECONDS, found_seconds) if have_ended else found_seconds
+            if is_alone and (self.epoch is None or idle_seconds >= least_seconds):
                 self._founds = self.number
                 self._do(FindCheckpoint())
             elif self._cut_since is not None and self._now > self._cut_since + 2 * self.options.found_seconds:
@@ -343,11 +348,13 @@ class Member:
 
     @property
     def _wants_change(self) -> bool:
-        return self._leaves or self._deals or (self._has_room and self._has_ready)
+        return self._leaves or self._deals or bool(self._has_room and self._ready_peers)
 
     @property
-    def _has_ready(self) -> bool:
-        return any(join.ready for join in self._joins.values())
+    def _ready_peers(self) -> dict[str, Peer]:
+        """Joiners that keep up; one whose donor is gone lacks the sums since then."""
+        ready = {name: join for name, join in self._joins.items() if join.ready and join.donor in self.names}
+        return {name: join.peer for name, join in ready.items()}
 
     @property
     def _has_room(self) -> bool:
@@ -467,8 +474,7 @@ class Member:
         reports[self.me.name] = self._report
         if self._proposed or living[0] != self.me.name or None in reports.values() or self._must_wait(living):
             return False
-        joiners = {name: join.peer for name, join in self._joins.items() if join.ready}
-        proposal = next_epoch(self.epoch, reports, joiners, self.options.max_members)
+        proposal = next_epoch(self.epoch, reports, self._ready_peers, self.options.max_members)
         if proposal is None:
             return self._end("no state")
         self._proposed = True
