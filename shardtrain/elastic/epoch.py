@@ -45,6 +45,7 @@ class Epoch:
         step is done again.
       stops: whether the run ends before the first step.
       founded: whether the state comes from a checkpoint; then `step` may be lower than before.
+      every: number of steps between two exchanges, which members do or repeat as one; with the mean gradient 1.
 
     Raises:
       ValueError: names are not unique, or slots are not each slot of a batch once.
@@ -58,8 +59,11 @@ class Epoch:
     kept: tuple[int, ...] = ()
     stops: bool = False
     founded: bool = False
+    every: int = 1
 
     def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"epoch {self.number} must have 1 step or more between exchanges: {self.every}")
         if self.number < 1 or self.step < 0 or not self.members:
             raise ValueError(f"an epoch has a number from 1, a step from 0 and a member, not {self}")
         if len(set(self.names)) < len(self.members) or len(self.slots) != len(self.members):
@@ -88,9 +92,13 @@ class Epoch:
     def _later_slots(self) -> dict[str, tuple[int, ...]]:
         return deal(self.num_slots, {member.name: member.speed for member in self.members})
 
+    def find_next(self, step: int) -> int:
+        """Return the number of steps done after the exchange of a step."""
+        return find_next(step, self.every)
+
     def slots_of(self, step: int) -> dict[str, tuple[int, ...]]:
         """Return the slots of each member in a step of this epoch."""
-        first = step == self.step
+        first = step < self.find_next(self.step)
         return dict(zip(self.names, self.slots, strict=True)) if first else self._later_slots
 
 
@@ -123,6 +131,19 @@ class Report:
     excluded: tuple[str, ...]
 
 
+def find_next(step: int, every: int) -> int:
+    """Return the number of steps done after the exchange of a step.
+
+    Args:
+      step: number of a step, from 0.
+      every: number of steps between exchanges, see `Epoch`.
+
+    >>> [find_next(step, 4) for step in (0, 3, 4)]
+    [4, 4, 8]
+    """
+    return step - step % every + every
+
+
 def deal(
     num_slots: int, speeds: Mapping[str, int], kept: Mapping[str, tuple[int, ...]] = {}
 ) -> dict[str, tuple[int, ...]]:
@@ -153,10 +174,12 @@ def deal(
     return {name: tuple(slots) for name, slots in dealt.items()}
 
 
-def found_epoch(number: int, founder: Peer, step: int, num_slots: int) -> Epoch:
+def found_epoch(number: int, founder: Peer, step: int, num_slots: int, every: int = 1) -> Epoch:
     """Return the epoch in which one island begins at the state of a checkpoint."""
     slots = (tuple(range(num_slots)),)
-    return Epoch(number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True)
+    return Epoch(
+        number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True, every=every
+    )
 
 
 def next_epoch(
@@ -184,7 +207,7 @@ def next_epoch(
         return None
     first, last = (pick(report.step for report in whole.values()) for pick in (min, max))
     committed = first < last or all(report.held for report in whole.values())
-    step = first + 1 if committed else first
+    step = epoch.find_next(first) if committed else first
     excluded = {name for report in reports.values() for name in report.excluded}
     right = [name for name in _connected(whole) if name not in excluded]
     if not right:
@@ -212,6 +235,7 @@ def next_epoch(
         + ("; stops" if stops else ""),
         kept=tuple(kept.get(name, 0) for name in slots),
         stops=stops,
+        every=epoch.every,
     )
 
 

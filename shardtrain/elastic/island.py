@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from shardtrain.elastic import engine
-from shardtrain.elastic.epoch import Epoch, Peer
+from shardtrain.elastic.epoch import Epoch, Peer, find_next
 from shardtrain.elastic.epoch_files import parse_epoch, read_epoch
 from shardtrain.elastic.flat_sum import Arrays, FlatSum, Packing, Part, cut_chunk
 from shardtrain.elastic.folder_checkpoints import FolderCheckpoints, SavedProgram
@@ -56,13 +56,14 @@ class Program(Protocol):
     def compute(self, step: int, slots: Sequence[int]) -> Any:
         """Return the sum over some slots of the batch of a step, added in this order.
 
+        With several steps between exchanges, `Membership.every`, it is of all from this one to the next exchange.
         It is a tree of arrays: gradients, losses and counts. The first call, of the first two slots of step
         0, is before the island joins, so that others do not wait for a compilation.
         """
         ...
 
     def apply(self, step: int, total: Any) -> None:
-        """Set the state after a step, given the sum over all slots."""
+        """Set the state after a step, or all steps of an exchange, given the sum over all slots."""
         ...
 
 
@@ -111,7 +112,7 @@ def copy_leaves(tree: Any) -> Arrays:
 class ElasticIsland:
     """One island of an elastic run: the same losses as one process alone, whoever comes and goes.
 
-    Iterate over it to train; it yields the number of steps done after each step of the run since it joined:
+    Iterate over it to train; it yields the number of steps done after each exchange since it joined:
 
         with ElasticIsland(folder, program, options) as island:
             for step in island:
@@ -152,7 +153,7 @@ class ElasticIsland:
         patience_seconds: float = 10.0,
         report: Callable[[str], None] = print,
     ) -> None:
-        self._program, self._save_every, self._num_slots = program, save_every, options.num_slots
+        self._program, self._save_every, self._options = program, save_every, options
         self._report, self._closing = report, False
         self.files = RunFiles(folder / ELASTIC)
         # what can fail comes before the sockets
@@ -235,7 +236,7 @@ class ElasticIsland:
         while not isinstance(work := self._take_work(), engine.Over):
             self._do(work)
             if isinstance(work, engine.Apply):
-                return work.step + 1
+                return self._find_next(work.step)
         return None
 
     def close(self) -> None:
@@ -309,7 +310,7 @@ class ElasticIsland:
 
     def _compute(self, step: int, slots: tuple[int, ...]) -> None:
         self._initial = None
-        if self._save_every and (step + 1) % self._save_every == 0:
+        if self._save_every and self._find_next(step) // self._save_every > step // self._save_every:
             self.wish(engine.Wish(saves=True))
         if self._own[0] != step:
             self._own = step, self._packing.make_zeros()
@@ -320,6 +321,9 @@ class ElasticIsland:
                 mine += np.asarray(new)
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
         self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
+
+    def _find_next(self, step: int) -> int:
+        return find_next(step, self._options.every)
 
     def _measure(self, slots_per_second: float) -> None:
         """Tell the members the speed of this island; slots are dealt anew where it is another than before."""
@@ -407,11 +411,13 @@ class ElasticIsland:
 
     def _check(self, epoch: Epoch) -> Epoch:
         """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""
-        if epoch.num_slots != self._num_slots:
-            raise ValueError(
-                f"this island has num_slots={self._num_slots}, and the run in {self.files.folder} has"
-                f" {epoch.num_slots}; use num_slots={epoch.num_slots}, or another run folder"
-            )
+        for name in ("num_slots", "every"):
+            own, found = getattr(self._options, name), getattr(epoch, name)
+            if own != found:
+                raise ValueError(
+                    f"this island has {name}={own}, and the run in {self.files.folder} has {found}; use"
+                    f" {name}={found}, or another run folder"
+                )
         return epoch
 
     def _tell(self, event: engine.Event) -> None:

@@ -16,7 +16,7 @@ class LedgerLine:
     """A committed step.
 
     Args:
-      step: number of the step.
+      step: number of the step; with several steps between exchanges, of the first one since the last.
       epoch: epoch of its sum.
       groups: member -> groups of its slots: it sums each group, and then adds these sums. There are several
         only if a step was repeated.
@@ -49,11 +49,13 @@ def list_ledger(epochs: Sequence[Epoch], num_steps: int, first: int = 0) -> list
     """
     lines = []
     for epoch, steps in zip(epochs, find_steps(epochs, num_steps), strict=True):
-        for step in range(max(first, steps.start), steps.stop):
+        step = max(first, steps.start)
+        while step < steps.stop:
             repeats = epoch.number - 1 if epoch.repeats and step == epoch.step else None
             groups = {name: _group_slots(epochs, epoch, step, name) for name in epoch.names}
             line = LedgerLine(step=step, epoch=epoch.number, groups=groups, repeats=repeats, why=epoch.why)
             lines.append(line)
+            step = epoch.find_next(step)
     return lines
 
 

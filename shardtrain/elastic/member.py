@@ -49,6 +49,7 @@ class Membership:
     Args:
       num_slots: number of equal parts of a batch, which members share.
       num_steps: number of steps of the run. None trains until a member wishes to stop.
+      every: number of steps between exchanges, see `Epoch`; `num_steps` is a multiple of it.
       min_members: with fewer, members save and wait for joiners.
       max_members: further islands watch, and take the place of one that is lost. None has no limit.
       wait_seconds: longest time with fewer members than that.
@@ -61,6 +62,7 @@ class Membership:
 
     num_slots: int
     num_steps: int | None = None
+    every: int = 1
     min_members: int = 1
     max_members: int | None = None
     wait_seconds: float = 600.0
@@ -196,7 +198,8 @@ class Member:
             case Tick(idle_seconds):
                 self._tick(idle_seconds)
             case Checkpoint(step) if self.phase is Phase.JOIN and self._founds == self.number:
-                self._do(Propose(found_epoch(self.number + 1, self.me, step, self.options.num_slots)))
+                options, number = self.options, self.number + 1
+                self._do(Propose(found_epoch(number, self.me, step, options.num_slots, options.every)))
             case StateReceived(peer, step) if self.phase is Phase.JOIN and peer == self._donor.name:
                 self.step = self._applied = step
                 self._updates = {later: update for later, update in self._updates.items() if later >= step}
@@ -204,7 +207,7 @@ class Member:
                 self._own, self._digest = own, digest
                 self._done.update(slots)
             case Applied(step):
-                self._applied = step + 1
+                self._applied = self._find_next(step)
             case Written():
                 self._is_writing = False
             case Wish():
@@ -338,6 +341,10 @@ class Member:
     def _is_behind(self) -> bool:
         return self.epoch is not None and self.step < self.epoch.step
 
+    def _find_next(self, step: int) -> int:
+        assert self.epoch
+        return self.epoch.find_next(step)
+
     def _is_last(self, step: int) -> bool:
         """Return whether the run ends with this number of steps."""
         return self.options.num_steps is not None and step >= self.options.num_steps
@@ -402,7 +409,7 @@ class Member:
             epoch=self.number,
             step=self.step,
             saves=self._saves,
-            stops=self._stops or self._is_last(self.step + 1),
+            stops=self._stops or self._is_last(self._find_next(self.step)),
             changes=self._wants_change,
             digest=self._digest,
         )
@@ -446,7 +453,7 @@ class Member:
         self._do(Apply(self.step, epoch, total))
         for name in sorted(self._watchers):
             self._send(Update(epoch=epoch, step=self.step), name, payload=total)
-        self.step += 1
+        self.step = self._find_next(self.step)
         self._asked, self._own, self._ring, self._vote = None, None, None, None
         self._done = set()
         self._inbox = {
@@ -512,7 +519,7 @@ class Member:
         self._next = None
         if self._proposed:
             self._send(Announce(epoch=epoch), *sorted({*self.others, *self._joins} - {self.me.name}))
-        if self._vote and epoch.number == self.number + 1 and epoch.step == self.step + 1:
+        if self._vote and epoch.number == self.number + 1 and epoch.step == self._find_next(self.step):
             # also one that leaves: it may be a donor
             assert self._ring
             self._apply(self.number, self._ring.total)

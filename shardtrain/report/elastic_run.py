@@ -236,7 +236,8 @@ def _find_losses(
         elif not done and find_names(epoch.why, "joined"):
             take("few", left)
         if epoch.repeats:
-            take("repeats", each.step_seconds * (1 - sum(epoch.kept) / epoch.num_slots))
+            part = 1 - sum(epoch.kept) / epoch.num_slots
+            take("repeats", epoch.every * each.step_seconds * part)
     return [*found, ("rest", left)]
 
 
@@ -255,11 +256,10 @@ def _list_islands(history: History, epochs: Sequence[EpochPast], now: float) -> 
             why = "present" if not after and now - alive < PRESENT_SECONDS else "ended"
         slots = 0
         for each in own:
-            # the first step is dealt otherwise
-            slots += sum(len(each.epoch.slots_of(step)[name]) for step in each.steps[:1])
-            slots += sum(
-                len(each.epoch.slots_of(step)[name]) * (len(each.steps) - 1) for step in each.steps[1:2]
-            )
+            # the steps until the first exchange are dealt otherwise
+            first = each.epoch.find_next(each.epoch.step) - each.epoch.step
+            for steps in (each.steps[:first], each.steps[first:]):
+                slots += sum(len(each.epoch.slots_of(step)[name]) for step in steps[:1]) * len(steps)
         found.append(
             IslandPast(
                 name=name,
@@ -287,7 +287,7 @@ def find_names(why: str, word: str) -> list[str]:
 def past_text(past: ElasticPast) -> str:
     """Format what happened: epochs, islands, and where the time went."""
     most = max(len(each.epoch.members) for each in past.epochs)
-    repeated = len({each.epoch.step for each in past.epochs if each.epoch.repeats})
+    repeated = {each.epoch.step: each.epoch.every for each in past.epochs if each.epoch.repeats}
     slots = past.epochs[0].epoch.num_slots
     epochs = [
         [
@@ -295,7 +295,7 @@ def past_text(past: ElasticPast) -> str:
             duration_text(each.began),
             each.epoch.step,
             len(each.epoch.members),
-            "1 step" if each.epoch.repeats else "",
+            each.epoch.every if each.epoch.repeats else "",
             each.epoch.why,
         ]
         for each in past.epochs
@@ -314,9 +314,9 @@ def past_text(past: ElasticPast) -> str:
         for each in past.islands
     ]
     return (
-        f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)}, {repeated} of them"
-        f" repeated; {len(past.islands)} islands, {most} at most at once\n"
-        + table_text(["epoch", "after", "first step", "islands", "repeats", "why"], epochs)
+        f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)},"
+        f" {sum(repeated.values())} of them repeated; {len(past.islands)} islands, {most} at most at once\n"
+        + table_text(["epoch", "after", "first step", "islands", "repeated steps", "why"], epochs)
         + table_text(["island", "host", "mesh", "came", "gone", "why", "slots", "share of rows"], islands)
         + _time_text(past)
     )
