@@ -22,7 +22,8 @@ placement = st.make_placement(model, optimizer, layout, mesh)
 batches = st.Batches(source=st.Text(seq=64).train(folder), batch=16)
 
 state = st.init_state(model, optimizer, placement, SEED)
-program = st.ElasticProgram(model, st.next_token_loss, optimizer, placement, batches, SLOTS, state)
+training = st.Training(model, st.next_token_loss, optimizer)
+program = st.ElasticProgram(training, placement, batches, SLOTS, state)
 membership = st.Membership(num_slots=SLOTS, num_steps=STEPS)
 with st.ElasticIsland(folder, program, membership, save_every=50) as island:
     for step in island:

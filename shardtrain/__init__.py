@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from shardtrain.sharding.layout_file import read_layout as read_layout
     from shardtrain.sharding.mesh import make_mesh as make_mesh
     from shardtrain.train_step.elastic_program import ElasticProgram as ElasticProgram
+    from shardtrain.train_step.island_compute import Training as Training
     from shardtrain.train_step.placement import init_state as init_state
     from shardtrain.train_step.placement import make_placement as make_placement
     from shardtrain.train_step.placement import restorable_state as restorable_state
@@ -112,6 +113,7 @@ _MODULES = {
     "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
     "train_step.elastic_program": ("ElasticProgram",),
+    "train_step.island_compute": ("Training",),
     "train_step.placement": ("init_state", "make_placement", "restorable_state"),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer.trained_model": ("build", "load"),

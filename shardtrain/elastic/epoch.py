@@ -45,7 +45,8 @@ class Epoch:
         step is done again.
       stops: whether the run ends before the first step.
       founded: whether the state comes from a checkpoint; then `step` may be lower than before.
-      every: number of steps between two exchanges, which members do or repeat as one; with the mean gradient 1.
+      every: number of steps from one exchange to the next, which members do or repeat as one; 1 exchanges
+        in each step.
 
     Raises:
       ValueError: names are not unique, or slots are not each slot of a batch once.

@@ -56,9 +56,9 @@ class Program(Protocol):
     def compute(self, step: int, slots: Sequence[int]) -> Any:
         """Return the sum over some slots of the batch of a step, added in this order.
 
-        With several steps between exchanges, `Membership.every`, it is of all from this one to the next exchange.
-        It is a tree of arrays: gradients, losses and counts. The first call, of the first two slots of step
-        0, is before the island joins, so that others do not wait for a compilation.
+        With `Membership.every` above 1 it is of all steps from this one to the next exchange. It is a tree of
+        arrays: gradients, losses and counts. The first call, of the first two slots of step 0, is before the
+        island joins, so that others do not wait for a compilation.
         """
         ...
 

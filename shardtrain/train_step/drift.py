@@ -139,6 +139,22 @@ def merge_fragment(
     if not combiner.is_common:
         drift = jax.tree.map(jnp.add, fragment.take(local.drift, lead), combined)
         return params, local._replace(drift=fragment.put(local.drift, drift, lead)), outer_state
+    params, outer_state = apply_combined(fragment, number, outer, params, outer_state, combined)
+    return params, local, outer_state
+
+
+def apply_combined(
+    fragment: Fragment,
+    number: int,
+    outer: optax.GradientTransformation | None,
+    params: Any,
+    outer_state: Any,
+    combined: Any,
+) -> tuple[Any, Any]:
+    """Give a combined delta to the outer optimizer; return all parameters and the states of all rounds.
+
+    The arguments are those of `merge_fragment`.
+    """
     before = fragment.take(params)
     updates = combined
     if outer is not None:
@@ -148,7 +164,7 @@ def merge_fragment(
     after = jax.tree.map(
         lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), before, updates
     )
-    return fragment.put(params, after), local, outer_state
+    return fragment.put(params, after), outer_state
 
 
 def replace_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:

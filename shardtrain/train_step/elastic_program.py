@@ -4,7 +4,7 @@ Next: `elastic/island.py`, which asks for slots and for updates.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -13,25 +13,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.batches import Batches, Position
 from shardtrain.data.loader import Loader, batch_shard
 from shardtrain.data.row_split import RowSplit
+from shardtrain.elastic.epoch import find_next
 from shardtrain.errors.messages import refuse
-from shardtrain.functional.loss import Batch, Loss
-from shardtrain.functional.model import Model
-from shardtrain.functional.rng import step_key
-from shardtrain.functional.sums import Sums
-from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.loss_scale import get_scale
+from shardtrain.train_step.elastic_exchange import (
+    add_outer_state,
+    find_exchange_problems,
+    find_exchange_shardings,
+    make_exchange,
+)
+from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import Metrics, State
-from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
 
 KEPT_METRICS = 64
+
+AHEAD = 4
+"""Number of slots whose rows are loaded while others are computed."""
 
 
 class ElasticProgram:
@@ -41,42 +45,42 @@ class ElasticProgram:
     the losses are those of one device.
 
     Args:
-      model: the model.
-      loss: returns (sum, count), see `loss.Loss`.
-      optimizer: any optax transformation.
-      placement: the placement on this island's mesh; meshes of islands may differ.
+      training: model, loss, optimizer and schedule.
+      placement: the placement on this island's mesh, whose own replicas take the mean; meshes may differ.
       batches: the whole batches, equal on all islands, from their first one on.
       num_slots: number of slots of a batch; at most its rows.
       state: the state before the first step, of `init_state`; equal seeds make equal states.
-      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+      synchronisation: how slots are synchronised, each a replica; its `every` is that of `Membership`.
 
     Attributes:
-      metrics: of the last step, as those of `make_step`; {} before the first.
-      recent: number of steps done and metrics, of the newest steps.
+      metrics: of the last exchange, as those of `make_step`; with local steps, sums over them. {} before it.
+      recent: number of steps done and metrics, of the newest exchanges.
 
     Raises:
-      ValueError: there are more slots than rows, the model has a state such as running statistics, another
-        combiner than the mean, or the samples are of a stream.
+      ValueError: there are more slots than rows, the model has a state such as running statistics, slots
+        cannot be synchronised like this, or the samples are of a stream.
     """
 
     def __init__(
         self,
-        model: Model,
-        loss: Loss,
-        optimizer: optax.GradientTransformation,
+        training: Training,
         placement: Placement,
         batches: Batches,
         num_slots: int,
         state: State,
-        learning_rate: optax.Schedule | None = None,
+        synchronisation: Synchronisation = Synchronisation(),
     ) -> None:
-        problems = []
+        problems = find_exchange_problems(synchronisation)
         if num_slots > batches.batch:
             problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
         if state.model_state:
             problems.append("the model has a state, such as running statistics; use a norm without them")
         if not placement.synchronisation.is_mean:
-            problems.append("replicas are combined by another combiner; use the mean, the default")
+            problems.append("the replicas of its mesh are combined by another combiner; use the mean there")
+        if state.loss_scale and synchronisation.on_deltas:
+            problems.append(
+                "replicas that take local steps in float16 have scales of their own; use bfloat16"
+            )
         if getattr(batches.source, "is_stream", False):
             problems.append("the samples are of a stream, of which no batch can be read again; use a file")
         refuse("an elastic run cannot train this", problems)
@@ -85,38 +89,24 @@ class ElasticProgram:
         self._loaders = _make_loaders(batches, num_slots, placement)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
         self._ahead: dict[tuple[int, int], Future[Any]] = {}
+        self._plan: Iterator[tuple[int, int]] = iter(())
         self.metrics: Metrics = {}
         self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
-        gradients = make_gradients(model, loss, placement, mean=False)
-
-        def compute(state: State, batch: Batch, first_row: jax.Array) -> dict[str, Any]:
-            key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
-            found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            return {**found.of_loss, "grads": found.grads}
-
-        def update(state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
-            found = Sums(**total, model_state=state.model_state).of_mean_loss
-            metrics = compute_gradient_metrics(found)
-
-            def apply(state: State) -> State:
-                return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
-
-            return keep_unless_skipped(apply, placement, state, metrics, learning_rate)
-
-        whole, options = NamedSharding(placement.mesh, PartitionSpec()), placement.compiler_options
-        self._compute = jax.jit(
-            compute, in_shardings=(placement.state, placement.batch, whole), compiler_options=options
-        )
+        self._every = synchronisation.every
+        self._exchange = make_exchange(training, placement, synchronisation, num_slots)
+        self._shardings = find_exchange_shardings(synchronisation, placement)
+        self._state = state = add_outer_state(state, synchronisation, placement)
         self._add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
         updated = jax.jit(
-            update,
-            in_shardings=(placement.state, None),
-            out_shardings=(placement.state, whole),
+            self._exchange.update,
+            in_shardings=(self._shardings, None),
+            out_shardings=(self._shardings, NamedSharding(placement.mesh, PartitionSpec())),
             donate_argnums=0,
-            compiler_options=options,
+            compiler_options=placement.compiler_options,
         )
         # compiled before the island joins, as the others would wait for it
-        total = jax.eval_shape(self._compute, state, self._place(0, self._load(0, 0)), np.uint32(0))
+        batch, number = self._loaders[0].place(self._load(0, 0)), np.uint32(0)
+        total = self._exchange.contribute(state, [batch], number, number, jax.eval_shape)
         self._update = updated.lower(state, total).compile()
 
     @property
@@ -127,26 +117,35 @@ class ElasticProgram:
 
     @state.setter
     def state(self, state: State | None) -> None:
-        self._state = None if state is None else jax.device_put(state, self._placement.state)
+        self._state = None if state is None else jax.device_put(state, self._shardings)
 
     def find_position(self, step: int) -> Position:
         """Return the position in the data of the batch of a step."""
         return self._batches.advance(Position(epoch=0, index=0), step)
 
-    def compute(self, step: int, slots: Sequence[int]) -> dict[str, Any]:
-        """Return loss, count, metrics and gradients, summed over the rows of some slots."""
-        taken = [(slot, self._take(step, slot)) for slot in slots]
-        self._load_ahead(step + 1, slots)
-        found = (
-            self._compute(self.state, self._place(slot, batch), np.uint32(self._loaders[slot].shard().start))
-            for slot, batch in taken
-        )
-        return reduce(self._add, found)
+    def compute(self, step: int, slots: Sequence[int]) -> Any:
+        """Return what the exchange sums, see `ElasticExchange`, over some slots until the next exchange."""
+        end = find_next(step, self._every)
+        plan = [(each, slot) for slot in slots for each in range(step, end)]
+        plan += [(end, slot) for slot in slots[:AHEAD]]
+        # others are of slots that another island computed after all, or of steps that were skipped
+        self._ahead = {key: ahead for key, ahead in self._ahead.items() if key in plan}
+        self._plan = iter(plan)
+        self._load_ahead()
+        return reduce(self._add, (self._contribute(step, slot) for slot in slots))
 
-    def apply(self, step: int, total: dict[str, Any]) -> None:
-        """Update the state by the sums over a whole batch."""
+    def _contribute(self, step: int, slot: int) -> Any:
+        loader = self._loaders[slot]
+        steps = range(step, find_next(step, self._every))
+        batches = (loader.place(self._take(each, slot)) for each in steps)
+        return self._exchange.contribute(
+            self.state, batches, np.uint32(loader.shard().start), np.uint32(slot)
+        )
+
+    def apply(self, step: int, total: Any) -> None:
+        """Update the state by the sums over a whole batch, or all batches until the exchange."""
         self._state, self.metrics = self._update(self.state, total)
-        self.recent.append((step + 1, self.metrics))
+        self.recent.append((find_next(step, self._every), self.metrics))
 
     def save(self, folder: Path) -> None:
         """Save the state into a folder, by Orbax."""
@@ -161,20 +160,17 @@ class ElasticProgram:
 
     def _take(self, step: int, slot: int) -> Any:
         ahead = self._ahead.pop((step, slot), None)
+        self._load_ahead()
         return self._load(step, slot) if ahead is None else ahead.result()
 
-    def _load_ahead(self, step: int, slots: Sequence[int]) -> None:
-        """Load the same slots of the next step while this one is computed."""
-        # what others computed after all, or what a state from elsewhere has skipped
-        self._ahead = {key: ahead for key, ahead in self._ahead.items() if key[0] == step}
-        if self._background is not None:
-            self._ahead |= {(step, slot): self._background.submit(self._load, step, slot) for slot in slots}
+    def _load_ahead(self) -> None:
+        """Load the next rows of the plan while others are computed."""
+        while self._background is not None and len(self._ahead) < AHEAD and (key := next(self._plan, None)):
+            if key not in self._ahead:
+                self._ahead[key] = self._background.submit(self._load, *key)
 
     def _load(self, step: int, slot: int) -> Any:
         return self._loaders[slot].batches.load(self.find_position(step))
-
-    def _place(self, slot: int, batch: Any) -> Batch:
-        return self._loaders[slot].place(batch)
 
 
 def _make_loaders(batches: Batches, num_slots: int, placement: Placement) -> list[Loader]:

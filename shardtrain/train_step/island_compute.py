@@ -56,6 +56,39 @@ class Training(NamedTuple):
     learning_rate: optax.Schedule | None = None
 
 
+def make_step_alone(
+    training: Training,
+    placement: Placement,
+    synchronisation: Synchronisation,
+    gradients: Callable[..., Sums],
+) -> Callable[[State, Batch, Any], tuple[State, Metrics]]:
+    """Make the compiled step of an island's own optimizer: (state, batch, first row) -> (state, metrics).
+
+    Args:
+      training: model, loss and optimizer.
+      placement: the placement of model and optimizer on this island.
+      synchronisation: how islands are synchronised, on deltas.
+      gradients: see `make_gradients`.
+    """
+    update = make_own_update(training.optimizer, placement, training.learning_rate)
+
+    def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
+        own = make_own_params(state.params, state.local.drift)
+        own = constrain(own, placement.specs.params, placement.mesh)
+        key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
+        found = gradients(own, state.local.model_state, key, batch, first_row, scale)
+        new, metrics = update(state, found, optax.tree.norm(found.grads))
+        shardings = find_own_shardings(synchronisation, placement, placement.state, new.local.sums)
+        return jax.lax.with_sharding_constraint(new, shardings._replace(combine_state=())), metrics
+
+    return jax.jit(
+        step,
+        in_shardings=(None, placement.batch, NamedSharding(placement.mesh, PartitionSpec())),
+        donate_argnums=0,
+        compiler_options=placement.compiler_options,
+    )
+
+
 class IslandCompute:
     """What an island computes of its own rows; a `sync.island_sync.Compute`.
 
@@ -85,7 +118,7 @@ class IslandCompute:
         self._gradients: Callable[..., Sums] | None = None
         if synchronisation.on_deltas:
             self._gradients = make_gradients(training.model, training.loss, placement)
-            self._make_step_alone(training, synchronisation, self._gradients)
+            self._step_alone = make_step_alone(training, placement, synchronisation, self._gradients)
         self._exchange: IslandGradients | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             by = Synchronisation() if synchronisation.on_deltas else synchronisation
@@ -101,28 +134,6 @@ class IslandCompute:
         return self._exchange
 
     # -- steps with an optimizer of its own --
-
-    def _make_step_alone(
-        self, training: Training, synchronisation: Synchronisation, gradients: Callable[..., Sums]
-    ) -> None:
-        placement = self.placement
-        update = make_own_update(training.optimizer, placement, training.learning_rate)
-
-        def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
-            own = make_own_params(state.params, state.local.drift)
-            own = constrain(own, placement.specs.params, placement.mesh)
-            key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
-            found = gradients(own, state.local.model_state, key, batch, first_row, scale)
-            new, metrics = update(state, found, optax.tree.norm(found.grads))
-            shardings = find_own_shardings(synchronisation, placement, placement.state, new.local.sums)
-            return jax.lax.with_sharding_constraint(new, shardings._replace(combine_state=())), metrics
-
-        self._step_alone = jax.jit(
-            step,
-            in_shardings=(None, placement.batch, self._whole),
-            donate_argnums=0,
-            compiler_options=placement.compiler_options,
-        )
 
     def find_sum_shapes(self, state: State, batch: Batch) -> Any:
         """Return the shapes of the sums over own steps; () if there are none."""

@@ -40,7 +40,9 @@ from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json
+from shardtrain.train_step.elastic_exchange import find_exchange_problems
 from shardtrain.train_step.elastic_program import ElasticProgram
+from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.config import Run
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from shardtrain.elastic.island import ElasticIsland
 
 FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
+NO_METRICS: Metrics = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
+"""Of a step before an exchange, which has the metrics of all steps since the last one."""
+
 KEPT_LINES = 64
 """Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
 
@@ -77,9 +82,6 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
     """
     strategy = run.strategy
     wrong = {
-        "--combine, --combine-on or --local-steps (use the mean in every step)": not (
-            strategy.synchronisation.is_mean and strategy.synchronisation.every == 1
-        ),
         "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
         "--shares (rows follow the measured speed)": strategy.across.shares is not None,
         "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
@@ -93,6 +95,12 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
         "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
     }
     problems = [name for name, is_given in wrong.items() if is_given]
+    problems += find_exchange_problems(strategy.synchronisation)
+    if run.steps % (every := strategy.synchronisation.every):
+        problems.append(
+            f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
+            f" use {run.steps // every * every or every}"
+        )
     refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
     if has_mpi or jax.process_count() > 1:
         raise ValueError(
@@ -101,7 +109,11 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
         )
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
-    elastic = replace(run.elastic, slots=run.elastic.choose_slots(run.batch, strategy.accumulate))
+    # a slot is a replica, unless gradients are only added up
+    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
+    slots = run.elastic.slots or replicas
+    elastic = replace(run.elastic, slots=slots)
+    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
     return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
 
 
@@ -135,6 +147,7 @@ class ElasticRun:
         self.save_state: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = False
+        self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
     @property
@@ -185,18 +198,17 @@ class ElasticRun:
         tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
         self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
         self._program = ElasticProgram(
-            setup.model,
-            run.loss,
-            setup.optimizer,
+            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
             setup.placement,
             self._batches,
             self.num_slots,
             init(),
-            setup.learning_rate,
+            run.strategy.synchronisation,
         )
         options = Membership(
             num_slots=self.num_slots,
             num_steps=run.steps,
+            every=self._every,
             min_members=run.elastic.fewest,
             max_members=run.elastic.most,
             wait_seconds=60 * run.elastic.wait_minutes,
@@ -224,7 +236,10 @@ class ElasticRun:
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
             step = self._island.member.step
-        self.watched, self._was_chief = list(self._program.recent), self.is_chief()
+        self.watched = [
+            line for done, metrics in self._program.recent for line in self._list_lines(done, metrics)
+        ]
+        self._was_chief, self._done = self.is_chief(), step
         return StartPoint(
             state=self._program.state,
             step=step,
@@ -236,6 +251,8 @@ class ElasticRun:
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Do the next step with the other islands; the state and the batch are those of the program.
 
+        With local steps the last one before an exchange does them all; the state does not change before.
+
         Raises:
           IslandEnded: this island is no member any more.
         """
@@ -244,12 +261,20 @@ class ElasticRun:
         # the chief before may have been lost while it saved
         is_new = is_chief and not self._was_chief
         self._was_chief = is_chief
-        if is_new or is_due(self._run.checkpoints, island.member.step + 1, seconds):
+        if is_new or is_due(self._run.checkpoints, self._done + 1, seconds):
             island.wish(Wish(saves=True))
-        if island.advance() is None:
+        is_last = (self._done + 1) % self._every == 0
+        # what follows the last exchange is done before the first of the local steps
+        if (island.advance() if is_last else island.join()) is None:
             raise IslandEnded(self.outcome)
+        self._done += 1
         self._show()
-        return self._program.state, self._program.metrics
+        return self._program.state, self._program.metrics if is_last else NO_METRICS
+
+    def _list_lines(self, done: int, metrics: Metrics) -> list[tuple[int, Metrics]]:
+        """Return steps and metrics as `step` returns them, of the steps until an exchange."""
+        first = (done - 1) // self._every * self._every + 1
+        return [*((step, NO_METRICS) for step in range(first, done)), (done, metrics)]
 
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""

@@ -29,6 +29,7 @@ from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.shifted_names import warn_shifted_names
+from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State, split_fragments
 from shardtrain.train_step.step import Step, list_combined_labels, make_step
@@ -167,7 +168,12 @@ class PreparedRun:
 
     def _init(self) -> State:
         state = init_state(self.setup.model, self.setup.optimizer, self.setup.placement, self.run.seed)
+        if self.elastic is not None:
+            return self._add_outer_state(state)
         return state if self.island_step is None else self.island_step.begin(state, self._batch)
+
+    def _add_outer_state(self, state: State) -> State:
+        return add_outer_state(state, self.run.strategy.synchronisation, self.setup.placement)
 
     def _set_up(self, given: Run) -> Any:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
@@ -235,6 +241,7 @@ class PreparedRun:
         self.wanted = restorable_state(setup.placement)
         if self.elastic is not None:
             self.step: Step = self.elastic.step
+            self.wanted = self._add_outer_state(self.wanted)
             return
         if self.island_step is None:
             rate = setup.learning_rate

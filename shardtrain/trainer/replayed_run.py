@@ -29,7 +29,9 @@ from shardtrain.functional.loss_checks import guard_loss
 from shardtrain.functional.model import group_by_path, path_text
 from shardtrain.report.tables import mesh_line
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.elastic_program import ElasticProgram
+from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
@@ -162,14 +164,12 @@ def _make_programs(
         own = replace(run, strategy=replace(run.strategy, layout=layout))
         setup = make_setup(own, microbatch=microbatch, mesh=mesh)
         programs[sizes] = ElasticProgram(
-            setup.model,
-            run.loss,
-            setup.optimizer,
+            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
             setup.placement,
             batches,
             num_slots,
             _make_state(own, setup, reader),
-            setup.learning_rate,
+            run.strategy.synchronisation,
         )
     return programs
 
@@ -184,7 +184,7 @@ def _make_state(run: Run, setup: RunSetup, reader: CheckpointReader | None) -> S
         return init_state(setup.model, setup.optimizer, setup.placement, run.seed)
     base = None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
     reader = add_base(reader, base, "replay the command that had it")
-    wanted = restorable_state(setup.placement)
+    wanted = add_outer_state(restorable_state(setup.placement), run.strategy.synchronisation, setup.placement)
     origins = make_find_origins(setup.placement)(wanted)
     arrays = restore_arrays(reader, describe_restorable(wanted), origins)
     return jax.tree.map_with_path(lambda path, _: arrays[path_text(path)], wanted)

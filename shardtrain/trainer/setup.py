@@ -118,11 +118,12 @@ def make_setup(
         # a single island: refuse partitions that need several
         PipelineGrid(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
-    synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
+    is_alone = num_islands == 1 and not run.elastic.islands
+    synchronisation = run.strategy.synchronisation if is_alone else Synchronisation()
     stages = _make_mesh_partition(run, model, mesh, microbatch)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
-    _check_arguments(optimizer, model, line_search=num_islands == 1 and synchronisation.is_mean)
+    _check_arguments(optimizer, model, line_search=is_alone and synchronisation.is_mean)
     placement = make_placement(
         model,
         optimizer,

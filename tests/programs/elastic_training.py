@@ -31,7 +31,8 @@ def make_parts(devices):
 
 def make_program(devices):
     _, _, model, placement, state, batches = make_parts(devices)
-    return st.ElasticProgram(model, st.next_token_loss, OPTIMIZER, placement, batches, SLOTS, state)
+    training = st.Training(model, st.next_token_loss, OPTIMIZER)
+    return st.ElasticProgram(training, placement, batches, SLOTS, state)
 
 
 def train_alone(devices):

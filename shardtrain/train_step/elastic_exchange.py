@@ -1,0 +1,348 @@
+"""What the islands of an elastic run add up in an exchange, and the update that follows it.
+
+A slot of the batch is a replica, whichever island computes it, so the numbers do not depend on who is there:
+the sum of gradients; the mean gradient of each replica, for a combiner such as Adasum; or what each replica
+changed in some local steps. Next: `elastic_program.py`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.combine.combiner import Combiner
+from shardtrain.combine.group import MeshGroup
+from shardtrain.combine.replicas import find_stacked_paths, list_combined_entries, split_layers, stack_layers
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.elastic.epoch import find_next
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
+from shardtrain.train_step.drift import apply_combined
+from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.island_compute import Training, make_step_alone
+from shardtrain.train_step.island_totals import find_sum_shapes, select_loss_metrics
+from shardtrain.train_step.loss_scale import get_scale
+from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
+from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
+from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
+
+SLOTS = "slots"
+"""The name of the dim of slots inside a combiner."""
+
+
+Call = Callable[..., Any]
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function."""
+    return function(*arguments)
+
+
+class ElasticExchange(Protocol):
+    """An exchange of an elastic run."""
+
+    def contribute(
+        self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
+    ) -> Any:
+        """Return a tree of arrays, which is added up over slots.
+
+        Args:
+          state: the state after the exchange before.
+          batches: the rows of a slot in each step until the exchange.
+          first_row: uint32, the number of its first row in a batch.
+          slot: uint32, its number.
+          call: calls a compiled function; `jax.eval_shape` finds the shapes.
+        """
+        ...
+
+    def update(self, state: State, total: Any) -> tuple[State, Metrics]:
+        """Return the state after the exchange and its metrics, for use inside jit.
+
+        Args:
+          state: the state after the exchange before.
+          total: the sum over all slots.
+        """
+        ...
+
+
+def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
+    """Return why islands that come and go cannot be synchronised like this; [] if they can."""
+    plain = Synchronisation()
+    problems = [
+        f"{option} is {getattr(synchronisation, name)!r}, and each exchange merges all that replicas have"
+        f" changed, for all of them; use {getattr(plain, name)!r}"
+        for name, option in {
+            "inside": "inside",
+            "fragments": "--fragments",
+            "overlap": "--overlap",
+            "when": "--sync-when",
+            "distance": "--clock-distance",
+            "synchronous_steps": "--synchronous-steps",
+        }.items()
+        if getattr(synchronisation, name) != getattr(plain, name)
+    ]
+    if type(synchronisation).rounds is not Synchronisation.rounds:
+        problems.append(f"{type(synchronisation).__name__} has rounds of its own; use Synchronisation")
+    elif jax.tree.leaves(
+        jax.eval_shape(synchronisation.combiner.init, {"": jax.ShapeDtypeStruct((8, 8), "float32")})
+    ):
+        problems.append(
+            f"--combine is {synchronisation.by!r}, which keeps what it rounded off, and an island that is"
+            " lost would take that with it; use it without a codec, such as adasum or mean"
+        )
+    elif not synchronisation.combiner.is_common:
+        problems.append(
+            f"--combine is {synchronisation.by!r}, whose result is not common; use mean or adasum"
+        )
+    return problems
+
+
+def make_exchange(
+    training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
+) -> ElasticExchange:
+    """Make the exchange of a run.
+
+    Args:
+      training: model, loss and optimizer.
+      placement: the placement on this island's mesh, whose replicas take the mean.
+      synchronisation: how slots are synchronised, see `find_exchange_problems`.
+      num_slots: number of slots of a batch.
+    """
+    kind = LocalStepsExchange if synchronisation.on_deltas else GradientExchange
+    return kind(training, placement, synchronisation, num_slots)
+
+
+class GradientExchange:
+    """Every step is an exchange of gradients, see `make_exchange`."""
+
+    def __init__(
+        self, training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
+    ) -> None:
+        self._training, self._placement = training, placement
+        self._sums = synchronisation.is_mean
+        self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
+        gradients = make_gradients(training.model, training.loss, placement, mean=not self._sums)
+
+        def compute(state: State, batch: Batch, first_row: jax.Array, slot: jax.Array) -> dict[str, Any]:
+            key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
+            found = gradients(state.params, state.model_state, key, batch, first_row, scale)
+            if self._sums:
+                return {**found.of_loss, "grads": found.grads}
+            return {**found.of_loss, **reduction.contribute(found.grads, found.count, slot)}
+
+        whole = NamedSharding(placement.mesh, PartitionSpec())
+        self._compute = jax.jit(
+            compute,
+            in_shardings=(placement.state, placement.batch, whole, whole),
+            compiler_options=placement.compiler_options,
+        )
+
+    def contribute(
+        self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
+    ) -> Any:
+        """Return the sums of a slot, see `ElasticExchange`."""
+        (batch,) = batches
+        return call(self._compute, state, batch, first_row, slot)
+
+    def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
+        """Update by the combined gradient, see `ElasticExchange`."""
+        extra: Metrics = {}
+        if self._sums:
+            found = Sums(**total, model_state=state.model_state).of_mean_loss
+        else:
+            loss = {name: total[name] for name in ("loss_sum", "count", "metrics")}
+            combined, extra = self._reduction.reduce(total)
+            params = self._placement.specs.abstract.params
+            grads = self._reduction.fragment.put(
+                jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params), combined
+            )
+            found = Sums(**loss, grads=grads, model_state=state.model_state)
+        metrics = {**compute_gradient_metrics(found), **extra}
+
+        def apply(state: State) -> State:
+            optimizer, norm = self._training.optimizer, metrics["grad_norm"]
+            return apply_gradients(optimizer, self._placement, state, found, norm)
+
+        return keep_unless_skipped(apply, self._placement, state, metrics, self._training.learning_rate)
+
+
+class LocalStepsExchange:
+    """Slots take steps of their own, and what they changed is exchanged, see `make_exchange`.
+
+    The states of their optimizers are averaged too: each exchange begins from a common state, and what a lost
+    island did since the last one can be done again by others (Cheng and Glasgow 2025, Local Adam).
+    """
+
+    def __init__(
+        self, training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
+    ) -> None:
+        self._learning_rate, self._synchronisation = training.learning_rate, synchronisation
+        self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
+        self._gradients = make_gradients(training.model, training.loss, placement)
+        self._step = make_step_alone(training, placement, synchronisation, self._gradients)
+        self._zeros: Any = None
+
+        def begin(state: State, sums: Any) -> State:
+            local = init_local(state.params, synchronisation, sums)._replace(model_state=state.model_state)
+            new = jax.tree.map(jnp.copy, state._replace(local=local))
+            shardings = find_own_shardings(synchronisation, placement, placement.state, sums)
+            # copies, as a step donates its state
+            return jax.lax.with_sharding_constraint(new, shardings._replace(combine_state=()))
+
+        def finish(state: State, slot: jax.Array) -> dict[str, Any]:
+            local, count = state.local, state.local.count[0]
+            weighted = jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), state.opt_state)
+            found = reduction.contribute(local.drift, count, slot)
+            return {"sums": local.sums, "count": count, "opt_state": weighted, **found}
+
+        self._begin, self._finish = jax.jit(begin), jax.jit(finish)
+
+    def contribute(
+        self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
+    ) -> Any:
+        """Take the steps of a slot, and return what they changed, see `ElasticExchange`."""
+        own = None
+        for batch in batches:
+            own = own or call(self._begin, state, self._make_zeros(state, batch))
+            own, _ = call(self._step, own, batch, first_row)
+        return call(self._finish, own, slot)
+
+    def _make_zeros(self, state: State, batch: Batch) -> Any:
+        if self._zeros is None:
+            key = step_key(jnp.uint32(0), jnp.int32(0))
+            found = jax.eval_shape(self._gradients, state.params, state.model_state, key, batch)
+            self._zeros = find_sum_shapes(found.metrics)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._zeros)
+
+    def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
+        """Apply the combined changes of the slots, see `ElasticExchange`."""
+        sums, count, outer = total["sums"], total["count"], self._synchronisation.outer_optimizer
+        combined, extra = self._reduction.reduce(total)
+        fragment = self._reduction.fragment
+        params, outer_state = apply_combined(fragment, 0, outer, state.params, state.outer_state, combined)
+
+        def average(x: jax.Array, old: jax.Array) -> jax.Array:
+            mean = x / jnp.where(count > 0, count, 1)
+            return mean if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(mean)
+
+        opt_state = jax.tree.map(average, total["opt_state"], state.opt_state)
+        new = state._replace(params=params, opt_state=opt_state, outer_state=outer_state)
+        # without a step that was not skipped nothing changes
+        new = jax.tree.map(lambda n, old: jnp.where(count > 0, n.astype(old.dtype), old), new, state)
+        step = find_next(state.step, self._synchronisation.every)
+        metrics = {
+            **select_loss_metrics(sums),
+            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+            "skipped": jnp.where(sums["steps"] > 0, 0.0, 1.0),
+            "skipped_by_islands": sums["skipped"],
+            **extra,
+        }
+        if self._learning_rate is not None:
+            metrics["learning_rate"] = self._learning_rate(step - 1)
+        return new._replace(step=step), metrics
+
+
+def add_outer_state(state: State, synchronisation: Synchronisation, placement: Placement) -> State:
+    """Return a state, arrays or shapes, with that of the outer optimizer, if it has none yet."""
+    if not synchronisation.on_deltas or state.outer_state:
+        return state
+
+    def create(params: Any) -> Any:
+        fragments = split_fragments(synchronisation, placement.specs)
+        return init_outer(fragments, synchronisation.outer_optimizer, params)
+
+    shardings = find_exchange_shardings(synchronisation, placement).outer_state
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        outer = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(create, state.params),
+            shardings,
+        )
+    else:
+        outer = jax.jit(create, out_shardings=shardings)(state.params)
+    return state._replace(outer_state=outer)
+
+
+def find_exchange_shardings(synchronisation: Synchronisation, placement: Placement) -> State:
+    """Return the shardings of the state of an elastic run."""
+    if not synchronisation.on_deltas:
+        return placement.state
+    own = find_own_shardings(synchronisation, placement, placement.state)
+    return placement.state._replace(outer_state=own.outer_state)
+
+
+class _Reduction:
+    """The reduction of one tree of each slot to a common one, for use inside jit.
+
+    A mean is a weighted sum; any other combiner receives the trees of all slots, each in its own row.
+    """
+
+    def __init__(self, placement: Placement, synchronisation: Synchronisation, num_slots: int) -> None:
+        self._placement, self._by, self._num_slots = placement, synchronisation.by, num_slots
+        self._combiner = synchronisation.combiner
+        (self.fragment,) = split_fragments(synchronisation, placement.specs)
+        specs = placement.specs
+        self._stacked = find_stacked_paths(specs.arrays, specs.sharded) & self.fragment.rows.keys()
+        self._entries = list_combined_entries(specs)[1]
+
+    def contribute(self, tree: Any, count: jax.Array, slot: jax.Array) -> dict[str, Any]:
+        """Return what a slot adds to the sum of an exchange.
+
+        Args:
+          tree: like params, the mean over the examples of a slot.
+          count: float32 scalar, the number of its examples.
+          slot: its number.
+        """
+        own = self.fragment.take(tree)
+        if self._by == "mean":
+            return {
+                "values": jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), own),
+                "counts": count,
+            }
+
+        def put(x: jax.Array) -> jax.Array:
+            return jnp.zeros((self._num_slots, *x.shape), x.dtype).at[slot].set(x)
+
+        return {"values": jax.tree.map(put, own), "counts": put(count)}
+
+    def reduce(self, total: dict[str, Any]) -> tuple[Any, Metrics]:
+        """Return path -> common array, from the sum over all slots, and the metrics of the combiner."""
+        found, extra = total["values"], {}
+        if self._by == "mean":
+            divisor = jnp.where(total["counts"] > 0, total["counts"], 1)
+            found = jax.tree.map(lambda x: x / divisor, found)
+        else:
+            # every device combines whole arrays: the rows of a slot are sharded over no axis
+            found = constrain(found, jax.tree.map(lambda _: PartitionSpec(), found), self._placement.mesh)
+            found, extra = combine_rows(self._combiner, found, total["counts"], self._stacked)
+            if self._entries is not None:
+                extra = {name: x[np.array(self._entries)] if x.ndim else x for name, x in extra.items()}
+        return found, extra
+
+
+def combine_rows(
+    combiner: Combiner, rows: Any, counts: jax.Array, stacked: frozenset[str]
+) -> tuple[Any, Metrics]:
+    """Combine the trees of all ranks where all of them are known, inside jit.
+
+    Args:
+      combiner: one without a state.
+      rows: path -> array (ranks, ...).
+      counts: float32 (ranks,), the numbers of examples.
+      stacked: see `split_layers`.
+
+    Returns:
+      (path -> combined array, the combiner's metrics).
+    """
+    group = MeshGroup(SLOTS, len(counts))
+
+    def combine(tree: Any, count: jax.Array) -> tuple[Any, Metrics]:
+        layers = split_layers(tree, stacked)
+        found = combiner.combine(layers, count, combiner.init(layers), group)
+        return stack_layers(found.value, tree, stacked), found.metrics
+
+    return jax.tree.map(lambda x: x[0], jax.vmap(combine, axis_name=SLOTS)(rows, counts))
