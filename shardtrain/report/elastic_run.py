@@ -147,7 +147,7 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
     committed = max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
     steps = find_steps(history.epochs, committed)
     seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
-    of_epochs = _split_lines(lines, steps)
+    of_epochs = _split_lines(_join_exchanges(lines, history.epochs[-1].every), steps)
     measured = [_measure_step(each) for each in of_epochs]
     others = [sum(line.get(kind, 0.0) for _, line in each for kind in OF_OTHERS) for each in of_epochs]
     found = []
@@ -185,6 +185,17 @@ def _find_end(history: History, index: int) -> float:
 
 Lines = list[tuple[int, Mapping[str, float]]]
 """Lines of metrics, each with the number of steps since the line before; 0 if that is of another epoch."""
+
+
+def _join_exchanges(lines: Sequence[Mapping[str, float]], every: int) -> list[Mapping[str, float]]:
+    """Return a line for each exchange with all its seconds, which its last step has taken."""
+    found, spent = [], dict.fromkeys((*OF_STEPS, *OF_OTHERS), 0.0)
+    for line in lines:
+        spent = {kind: seconds + line.get(kind, 0.0) for kind, seconds in spent.items()}
+        if int(line["step"]) % every == 0:
+            found.append({**line, **spent})
+            spent = dict.fromkeys(spent, 0.0)
+    return found
 
 
 def _split_lines(lines: Sequence[Mapping[str, float]], steps: Sequence[range]) -> list[Lines]:

@@ -58,7 +58,7 @@ class ElasticProgram:
 
     Raises:
       ValueError: there are more slots than rows, the model has a state such as running statistics, slots
-        cannot be synchronised like this, or the samples are of a stream.
+        cannot be synchronised like this, stages of the mesh are unequal, or the samples are of a stream.
     """
 
     def __init__(
@@ -80,6 +80,11 @@ class ElasticProgram:
         if state.loss_scale and synchronisation.on_deltas:
             problems.append(
                 "replicas that take local steps in float16 have scales of their own; use bfloat16"
+            )
+        if placement.stages is not None and not placement.stages.is_plain:
+            problems.append(
+                "the stages of its mesh store the blocks in another order than other meshes do; use equal"
+                " stages, without virtual ones"
             )
         if getattr(batches.source, "is_stream", False):
             problems.append("the samples are of a stream, of which no batch can be read again; use a file")

@@ -87,7 +87,7 @@ def make_evaluation(
 
     def values(state: State) -> dict[str, float]:
         state = state._replace(params=select(state))
-        if coordination.transfer is not None:
+        if coordination.transfer is not None or run.elastic.islands:
             # the program of an evaluation has no state of the exchange with other islands
             state = state._replace(combine_state=(), local=(), outer_state=())
         # start all batches of all sets before waiting for the first result

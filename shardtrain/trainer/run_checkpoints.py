@@ -196,4 +196,7 @@ def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str,
         # None means the default size
         "first_bucket_bytes": FIRST_BYTES if first_bytes is None else first_bytes,
     }
+    if run.elastic.islands:
+        # any island of any mesh continues with all arrays
+        facts = {name: facts[name] for name in describe(strategy.synchronisation, "synchronisation")}
     return json.loads(json.dumps(facts))
