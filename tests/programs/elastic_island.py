@@ -1,21 +1,23 @@
-"""One island that trains a toy model, in whole numbers: FOLDER STEPS SECONDS_PER_SLOT [MEMBERSHIP as JSON].
+"""One island that trains a toy model, in whole numbers, or a GPT: FOLDER STEPS SECONDS_PER_SLOT [KIND].
 
 Each line that it prints begins with the clock of the host.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
+from shardtrain.elastic.epoch import find_next
 from shardtrain.elastic.island import ElasticIsland
 from shardtrain.elastic.member import Membership
 
 SIZE, SLOTS = 1000, 6
 WHOLE = sum(1000**slot for slot in range(SLOTS))
 PATIENCE_SECONDS = 2.0
+KINDS = {"toy": 1, "mean": 1, "adasum": 1, "diloco": 5}
+"""Kind of a run -> number of steps between exchanges."""
 
 
 def say(text):
@@ -26,17 +28,18 @@ def say(text):
 class Toy:
     """Parameters that depend on each slot of each step: x not on who computes it, and y on who does."""
 
-    def __init__(self, seconds=0.0):
+    def __init__(self):
         self.state = {
             "x": np.arange(SIZE, dtype=np.int64),
             "y": np.ones(SIZE, np.float32),
             "step": np.zeros((), np.int64),
         }
-        self.seconds = seconds
+
+    @property
+    def result(self):
+        return int(self.state["x"].sum())
 
     def compute(self, step, slots):
-        say(f"computes {step} {slots}")
-        time.sleep(self.seconds * len(slots))
         assert self.state["step"] == step
         grads = [self.state["x"] * (2 * slot + 3) + 7 * step + slot for slot in slots]
         noise = [np.sin(self.state["x"] * (slot + 1), dtype=np.float32) for slot in slots]
@@ -55,7 +58,6 @@ class Toy:
             "y": (self.state["y"] * np.float32(1.7) + total["noise"]) % np.float32(1),
             "step": np.int64(step + 1),
         }
-        say(f"step {step + 1}")
 
     def save(self, folder):
         np.savez(folder / "state.npz", **self.state)
@@ -65,28 +67,61 @@ class Toy:
             self.state = dict(found)
 
 
-def train_alone(steps):
-    """Return the sum of the parameters after some steps of one process."""
-    toy = Toy()
-    for step in range(steps):
-        total = toy.compute(step, range(SLOTS))
-        toy.apply(step, total)
-    return int(toy.state["x"].sum())
+def make_program(kind):
+    """Return the program of a kind of run; its `result` is what it has learned."""
+    if kind == "toy":
+        return Toy()
+    from elastic_gpt import Gpt  # jax takes seconds to import
+
+    return Gpt(kind, SLOTS, KINDS[kind])
+
+
+def train_alone(steps, kind="toy"):
+    """Return the result of some steps of one process."""
+    program = make_program(kind)
+    for step in range(0, steps, KINDS[kind]):
+        program.apply(step, program.compute(step, range(SLOTS)))
+    return program.result
+
+
+class Spoken:
+    """A program that says what it does, and takes its time."""
+
+    def __init__(self, program, every, seconds):
+        self.program, self.every, self.seconds = program, every, seconds
+        self.save, self.restore = program.save, program.restore
+
+    @property
+    def state(self):
+        return self.program.state
+
+    @state.setter
+    def state(self, state):
+        self.program.state = state
+
+    def compute(self, step, slots):
+        say(f"computes {step} {slots}")
+        time.sleep(self.seconds * len(slots))
+        return self.program.compute(step, slots)
+
+    def apply(self, step, total):
+        self.program.apply(step, total)
+        say(f"step {find_next(step, self.every)}")
 
 
 if __name__ == "__main__":
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    toy = Toy(float(sys.argv[3]))
+    folder, steps, kind = Path(sys.argv[1]), int(sys.argv[2]), (sys.argv[4:] or ["toy"])[0]
+    program = Spoken(make_program(kind), KINDS[kind], float(sys.argv[3]))
     membership = Membership(
-        num_slots=SLOTS, num_steps=steps, found_seconds=3.0, minority_seconds=1.0, **options
+        num_slots=SLOTS, num_steps=steps, every=KINDS[kind], found_seconds=3.0, minority_seconds=1.0
     )
     island = ElasticIsland(
-        folder, toy, membership, save_every=20, host="127.0.0.1", patience_seconds=PATIENCE_SECONDS,
+        folder, program, membership, save_every=20, host="127.0.0.1", patience_seconds=PATIENCE_SECONDS,
         report=say,
     )  # fmt: skip
     say(f"name {island.member.me.name}")
     with island:
         for _ in island:
             pass
-    say(f"outcome {island.outcome} {toy.state['step']} {toy.state['x'].sum()}")
+    done = program.state["step"] if kind == "toy" else int(program.state.step)
+    say(f"outcome {island.outcome} {done} {program.program.result}")
