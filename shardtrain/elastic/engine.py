@@ -137,13 +137,18 @@ class Propose:
 
 
 @dataclass(frozen=True)
+class Revoke:
+    """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
+
+
+@dataclass(frozen=True)
 class FindCheckpoint:
     """Find the newest valid checkpoint; `Checkpoint` follows."""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Restore the state from the checkpoint that was found."""
+    """Restore the state from the checkpoint that was found; later checkpoints are void, and deleted."""
 
     step: int
 
@@ -177,6 +182,8 @@ class Apply:
 class Write:
     """Save a checkpoint of the state as it is now; commit it only under the number of `Member.fence`.
 
+    A chief that sleeps between this look and the commit has been revoked if another one has taken over.
+
     is_last: the run ends with it; `Written` follows.
     """
 
@@ -207,6 +214,7 @@ Effect = (
     | Connect
     | Look
     | Propose
+    | Revoke
     | FindCheckpoint
     | Restore
     | SendState

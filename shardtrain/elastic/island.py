@@ -77,8 +77,15 @@ class IslandCheckpoints(Protocol):
         """Return the step of the newest valid checkpoint; 0 if there is none."""
         ...
 
+    def revoke(self) -> None:
+        """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
+        ...
+
     def restore(self) -> bool:
-        """Set the program's state to the checkpoint that was found; return False if there was none."""
+        """Set the program's state to the checkpoint that was found; return False if there was none.
+
+        Later checkpoints are void, and deleted.
+        """
         ...
 
     def save(self, step: int, *, is_last: bool) -> bool:
@@ -295,6 +302,8 @@ class ElasticIsland:
                     self._initial = copy_leaves(self._program.state)
                 self._program.state = jax.tree.unflatten(self._state_tree, arrays)
                 self._post(engine.StateReceived(peer, step))
+            case engine.Revoke():
+                self._checkpoints.revoke()
             case engine.FindCheckpoint():
                 self._post(engine.Checkpoint(self._checkpoints.find()))
             case engine.Restore():

@@ -25,6 +25,7 @@ from shardtrain.elastic.engine import (
     Propose,
     Received,
     Restore,
+    Revoke,
     Seen,
     Send,
     SendState,
@@ -520,6 +521,8 @@ class Member:
         if self.phase is not Phase.JOIN and not is_named:
             self._end("left" if self._leaves else "excluded")
             return
+        if epoch.names[0] == self.me.name and not self.is_chief:
+            self._do(Revoke())
         if self.phase is Phase.JOIN and is_named and epoch.founded:
             self.step = epoch.step
             self._do(Restore(epoch.step))

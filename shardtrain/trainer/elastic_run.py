@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardtrain.checkpoints.paths import CHECKPOINTS
+from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
@@ -215,7 +215,7 @@ class ElasticRun:
         )
         self._island.wants_to_leave = lambda: bool(self.asked())
         self._island.find_digest = self._find_digest
-        checkpoints.checkpoints.set_fence(self.may_write)
+        checkpoints.checkpoints.set_writer(self._island.member.me.name, self.may_write)
         self._describe()
         self._island.start()
         step = self._island.join()
@@ -279,7 +279,13 @@ class ElasticRun:
             raise ValueError(text)
 
     def find(self) -> int:
-        """Return the step of the newest valid checkpoint, and delete void ones of chiefs left behind."""
+        """Return the step of the newest valid checkpoint; void ones are deleted."""
+        self._drop_void()
+        # the newest one whose files are whole
+        return self._checkpoints.checkpoints.discover().step or 0
+
+    def _drop_void(self) -> None:
+        """Delete the checkpoints of a past that was left behind, as readers know no epochs."""
         epochs = list_epochs(self._files)
 
         def is_valid(step: int, saved: Any) -> bool:
@@ -288,15 +294,18 @@ class ElasticRun:
                 return number is None  # of a run that was not elastic then
             return is_valid_checkpoint(epochs, step, number)
 
-        found = [(each.step, each.extra.get(ELASTIC)) for each in find_readers(self._folder / CHECKPOINTS)]
-        newest = max((step for step, saved in found if is_valid(step, saved)), default=0)
-        if any(step > newest for step, _ in found):
-            self._checkpoints.drop_after(newest)
-        # of these, one whose files are whole
-        return self._checkpoints.checkpoints.discover().step or 0
+        for each in find_readers(self._folder / CHECKPOINTS):
+            if not is_valid(each.step, each.extra.get(ELASTIC)):
+                delete(each.folders[0])
+
+    def revoke(self) -> None:
+        """Take over the checkpoints from earlier chiefs, which can finish no save after this."""
+        self._checkpoints.checkpoints.revoke_others()
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
+        # an earlier chief may have finished a save since `find`
+        self._drop_void()
         replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
