@@ -45,6 +45,7 @@ class Epoch:
         step is done again.
       stops: whether the run ends before the first step.
       founded: whether the state comes from a checkpoint; then `step` may be lower than before.
+      num_steps: number of steps of the run, as its founder has it; 0 has no end.
 
     Raises:
       ValueError: names are not unique, or slots are not each slot of a batch once.
@@ -58,6 +59,7 @@ class Epoch:
     kept: tuple[int, ...] = ()
     stops: bool = False
     founded: bool = False
+    num_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.number < 1 or self.step < 0 or not self.members:
@@ -153,10 +155,17 @@ def deal(
     return {name: tuple(slots) for name, slots in dealt.items()}
 
 
-def found_epoch(number: int, founder: Peer, step: int, num_slots: int) -> Epoch:
+def found_epoch(number: int, founder: Peer, step: int, num_slots: int, num_steps: int = 0) -> Epoch:
     """Return the epoch in which one island begins at the state of a checkpoint."""
-    slots = (tuple(range(num_slots)),)
-    return Epoch(number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True)
+    return Epoch(
+        number=number,
+        step=step,
+        members=(founder,),
+        slots=(tuple(range(num_slots)),),
+        why="founded",
+        founded=True,
+        num_steps=num_steps,
+    )
 
 
 def next_epoch(
@@ -212,6 +221,7 @@ def next_epoch(
         + ("; stops" if stops else ""),
         kept=tuple(kept.get(name, 0) for name in slots),
         stops=stops,
+        num_steps=epoch.num_steps,
     )
 
 

@@ -297,6 +297,7 @@ class ElasticIsland:
                 self._post(StateArrived(peer, step, arrays))
             case StateArrived(peer, step, arrays):
                 self._checkpoints.check_others()
+                self._check_num_steps()
                 if self._initial is None:
                     # without a checkpoint a run that all others have left is founded at its begin
                     self._initial = copy_leaves(self._program.state)
@@ -422,6 +423,15 @@ class ElasticIsland:
                 f" {epoch.num_slots}; use num_slots={epoch.num_slots}, or another run folder"
             )
         return epoch
+
+    def _check_num_steps(self) -> None:
+        """Refuse another end than the run has: members would wait for each other there."""
+        epoch, own = self.member.epoch, self.member.options.num_steps
+        if epoch is not None and epoch.num_steps != (own or 0):
+            raise ValueError(
+                f"this island has num_steps={own}, and the run in {self.files.folder} has"
+                f" {epoch.num_steps or None}; use num_steps={epoch.num_steps or None}, or another run folder"
+            )
 
     def _tell(self, event: engine.Event) -> None:
         before = self.member.epoch

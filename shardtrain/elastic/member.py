@@ -49,7 +49,8 @@ class Membership:
 
     Args:
       num_slots: number of equal parts of a batch, which members share.
-      num_steps: number of steps of the run. None trains until a member wishes to stop.
+      num_steps: number of steps of the run. None trains until a member wishes to stop. An island that joins
+        must have that of the founder.
       min_members: with fewer, members save and wait for joiners.
       max_members: further islands watch, and take the place of one that is lost. None has no limit.
       wait_seconds: longest time with fewer members than that.
@@ -197,7 +198,8 @@ class Member:
             case Tick(idle_seconds):
                 self._tick(idle_seconds)
             case Checkpoint(step) if self.phase is Phase.JOIN and self._founds == self.number:
-                self._do(Propose(found_epoch(self.number + 1, self.me, step, self.options.num_slots)))
+                slots, steps = self.options.num_slots, self.options.num_steps or 0
+                self._do(Propose(found_epoch(self.number + 1, self.me, step, slots, steps)))
             case StateReceived(peer, step) if self.phase is Phase.JOIN and peer == self._donor.name:
                 self.step = self._applied = step
                 self._updates = {later: update for later, update in self._updates.items() if later >= step}
