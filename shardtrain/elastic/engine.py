@@ -1,4 +1,4 @@
-"""What an engine tells a member, events, and what a member asks of it, effects. Next: `member.py`.
+"""Events, which an engine sends to a member, and effects, which a member asks of it. Next: `member.py`.
 
 The engine does effects in order. It has sockets, the run folder, and the program that computes gradients.
 """
@@ -131,7 +131,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Propose:
-    """Make the file of this epoch by `link`, unless it exists; `Seen` follows with what the file says."""
+    """Make the file of this epoch by `link`, unless it exists; `Seen` follows with its content."""
 
     epoch: Epoch
 
@@ -193,7 +193,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the user."""
+    """Show a line to the user."""
 
     text: str
 

@@ -98,7 +98,7 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a member says of itself at the end of an epoch; it promises to apply nothing more in it.
+    """The state of a member at the end of an epoch; it promises to apply nothing more in it.
 
     Args:
       epoch: the epoch that ends.

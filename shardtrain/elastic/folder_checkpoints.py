@@ -78,7 +78,7 @@ class FolderCheckpoints:
         return True
 
     def _list_valid(self) -> list[SavedCheckpoint]:
-        """List the checkpoints from which the run can go on, by step: of chiefs that were not left behind."""
+        """List the checkpoints, by step, of chiefs that were not left behind."""
         epochs = list_epochs(self._files)
         found = [each for each in self._files.list_checkpoints() if each.epoch <= len(epochs)]
         return [each for each in found if is_valid_checkpoint(epochs, each.step, each.epoch)]

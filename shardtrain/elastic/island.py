@@ -358,7 +358,7 @@ class ElasticIsland:
             while self.member.phase is not Phase.OVER and not self._closing:
                 if time.monotonic() >= ticked + TICK_SECONDS:
                     ticked = time.monotonic()
-                    self._tell(engine.Tick(self._show_life()))
+                    self._handle(engine.Tick(self._show_life()))
                 for found in self._sockets.receive(TICK_SECONDS / 4):
                     self._take(found)
                 while not self._events.empty():
@@ -366,7 +366,7 @@ class ElasticIsland:
                     if isinstance(event, StateArrived):
                         self._sockets.send(event.peer, {"state": event.step}, event.arrays)
                     else:
-                        self._tell(event)
+                        self._handle(event)
         except BaseException as error:
             self._work.put(error)
         finally:
@@ -385,7 +385,7 @@ class ElasticIsland:
     def _take(self, found: Received | Lost) -> None:
         if isinstance(found, Lost):
             self._work.put(f"{found.peer}: {found.reason}")
-            self._tell(engine.Lost(found.peer, found.closed))
+            self._handle(engine.Lost(found.peer, found.closed))
         elif "state" in found.header:
             # one that was the donor before may still send its state, which is older
             if self.member.phase is Phase.JOIN and found.peer == self.member.donor:
@@ -393,7 +393,7 @@ class ElasticIsland:
         else:
             message, part = from_header(found.header["message"]), found.header["part"]
             payload = Part(list(found.buffers), *part) if part else None
-            self._tell(engine.Received(found.peer, message, payload))
+            self._handle(engine.Received(found.peer, message, payload))
 
     def _expect(self, peer: str, header: dict[str, Any]) -> Arrays:
         """Return the arrays that a message fills; see `Transport`."""
@@ -433,7 +433,7 @@ class ElasticIsland:
                 f" {epoch.num_steps or None}; use num_steps={epoch.num_steps or None}, or another run folder"
             )
 
-    def _tell(self, event: engine.Event) -> None:
+    def _handle(self, event: engine.Event) -> None:
         before = self.member.epoch
         effects, new = self.member.handle(time.monotonic(), event), self.member.epoch
         if new is not None and new is not before:

@@ -45,7 +45,7 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.resume import StartPoint, find_parameters
+from shardtrain.trainer.resume import StartPoint, find_parameters, leave_out_base
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
@@ -178,12 +178,36 @@ class ElasticRun:
           ValueError: the facts of the run differ.
           IslandEnded: it is over before.
         """
-        run, setup = self._run, self._setup
         self._checkpoints, self._find_start = checkpoints, find_start
         self._facts = {"facts": dict(facts), "name": f"{socket.gethostname()}, process {os.getpid()}"}
-        base = run.start_from
+        base = self._run.start_from
         tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
         self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
+        leave_out_base(self._run, checkpoints)
+        self._island = self._make_island(init())
+        name = self._island.member.me.name
+        checkpoints.checkpoints.set_writer(name, self.may_write)
+        self._describe()
+        self._island.start()
+        step = self._island.join()
+        self._output.release(self.is_chief(), name)
+        if step is None and self.outcome != "stopped":
+            raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
+        if step is None:
+            step = self._island.member.step
+        self.watched, self._was_chief = list(self._program.recent), self.is_chief()
+        return StartPoint(
+            state=self._program.state,
+            step=step,
+            position=self._program.find_position(step),
+            # the clock of the run continues, whoever joins
+            extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
+        )
+
+    def _make_island(self, state: State) -> "ElasticIsland":
+        from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
+
+        run, setup = self._run, self._setup
         self._program = ElasticProgram(
             setup.model,
             run.loss,
@@ -191,7 +215,7 @@ class ElasticRun:
             setup.placement,
             self._batches,
             self.num_slots,
-            init(),
+            state,
             setup.learning_rate,
         )
         options = Membership(
@@ -202,9 +226,7 @@ class ElasticRun:
             wait_seconds=60 * run.elastic.wait_minutes,
             minority_seconds=run.elastic.patience_seconds,
         )
-        from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
-
-        self._island = ElasticIsland(
+        island = ElasticIsland(
             self._folder,
             self._program,
             options,
@@ -213,25 +235,9 @@ class ElasticRun:
             patience_seconds=run.elastic.patience_seconds,
             report=self._report,
         )
-        self._island.wants_to_leave = lambda: bool(self.asked())
-        self._island.find_digest = self._find_digest
-        checkpoints.checkpoints.set_writer(self._island.member.me.name, self.may_write)
-        self._describe()
-        self._island.start()
-        step = self._island.join()
-        self._output.release(self.is_chief(), self._island.member.me.name)
-        if step is None and self.outcome != "stopped":
-            raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
-        if step is None:
-            step = self._island.member.step
-        self.watched, self._was_chief = list(self._program.recent), self.is_chief()
-        return StartPoint(
-            state=self._program.state,
-            step=step,
-            position=self._program.find_position(step),
-            # the clock of the run goes on, whoever joins
-            extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
-        )
+        island.wants_to_leave = lambda: bool(self.asked())
+        island.find_digest = self._find_digest
+        return island
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Do the next step with the other islands; the state and the batch are those of the program.
@@ -275,7 +281,8 @@ class ElasticRun:
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
         names = [f"the run ({short(found.get('name'))})", "this island"]
-        if text := disagreement([found["facts"], self._facts["facts"]], names):
+        title = f"this island cannot join the run in {self._folder}:"
+        if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
 
     def find(self) -> int:
@@ -333,7 +340,7 @@ class ElasticRun:
         return True
 
     def saved(self, step: int) -> dict[str, Any]:
-        """Return what the checkpoint of a step says about the membership, and the position after it."""
+        """Return the entries of a checkpoint about the membership, and the position after it."""
         return {
             ELASTIC: {"epoch": self.island.member.number},
             "position": self._program.find_position(step),
@@ -354,11 +361,14 @@ class ElasticRun:
         self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
-        """Return a fingerprint of the parameters, if it is due and islands compute equal bits; else ""."""
+        """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""
         every = self._run.recovery.fingerprint_every
         if every is None or step % every or step == 0:
             return ""
-        found = list_members(self._folder / ELASTIC)
+        try:
+            found = list_members(self._folder / ELASTIC)
+        except ValueError:  # a damaged description: it is not known who computes equal bits
+            return ""
         kinds = {
             str([found.get(name, {}).get(key) for key in ("mesh", "device", "cores")])
             for name in self.island.member.names
