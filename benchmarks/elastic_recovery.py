@@ -3,11 +3,14 @@
 Islands that come and go, beside islands joined by MPI that all start again (`launch --restarts`).
 
     python benchmarks/elastic_recovery.py [--kills 10] [--islands 3]
+    python benchmarks/elastic_recovery.py --goodput-minutes 30
 
 A small GPT (`examples/gpt_text.py`) on this host, each island on one device. A kill is a SIGKILL at a random
 moment, of the chief in every second case; `train` writes a line of metrics for each step, so the longest time
 between two lines around the kill is what the others waited. Then a new island starts: the time from its start
 to its first epoch (with imports and compiled programs from the cache), and what the others waited then.
+With `--goodput-minutes` one island is killed every five minutes, and another starts a minute later: the steps
+done beside those of a time without kills before, and the causes of the rest by `shardtrain report`.
 Figures: docs/elastic.md.
 """
 
@@ -28,8 +31,9 @@ from tempfile import TemporaryDirectory
 import tyro
 from paired import markdown
 
-from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.history import read_history
+from shardtrain.report.elastic_run import past_text, summarize
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 SMALL = "--model.embed 64 --model.num-layers 2 --model.num-heads 2 --model.mlp 128 --batch 12 --log-every 1"
 NEVER = "--evaluate-every 1000000 --evaluate-batches 1 --sinks jsonl"
@@ -45,12 +49,16 @@ class Options:
       islands: number of islands.
       calm_seconds: time between the end of one disturbance and the next kill.
       seed: of the moments.
+      goodput_minutes: length of the time with kills, for goodput. None measures the pauses.
+      every_minutes: time between two kills, for goodput.
     """
 
     kills: int = 10
     islands: int = 3
     calm_seconds: float = 3.0
     seed: int = 0
+    goodput_minutes: float | None = None
+    every_minutes: float = 5.0
 
 
 class Run:
@@ -87,6 +95,10 @@ class Run:
                     self.seen.append(time.monotonic())
             time.sleep(0.002)
 
+    def count_steps(self) -> int:
+        """Return the number of steps done, by the last whole line of metrics."""
+        return int(read_jsonl(self.folder / "metrics.jsonl")[-1]["step"])
+
     def longest_pause(self, begin: float, end: float) -> float:
         """Return the longest time without a line from the last one before `begin` on."""
         before = [each for each in self.seen if each <= begin][-1:]
@@ -100,44 +112,82 @@ class Run:
             each.wait()
 
 
+class ElasticRun(Run):
+    """A run of islands that come and go, all of them there."""
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        super().__init__(folder, SHARDTRAIN, saves=500)
+        self.options, self.chance = options, random.Random(options.seed)
+        for _ in range(options.islands):
+            self.add_island()
+
+    def add_island(self) -> None:
+        self.start("--elastic", f"1..{self.options.islands}", "--cpu-devices", "1")
+
+    def find_names(self) -> tuple[str, ...]:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return read_history(self.folder).epochs[-1].names
+        return ()
+
+    def wait_until_full(self) -> None:
+        self.watch(120, lambda: len(self.find_names()) == self.options.islands)
+
+    def kill(self, number: int) -> float:
+        """Kill the chief, or another one in every second case; return the time."""
+        chief, *others = self.find_names()
+        name = self.chance.choice(others) if number % 2 and others else chief
+        os.kill(int(name.split("-")[-2]), signal.SIGKILL)
+        return time.monotonic()
+
+
 def measure_elastic(options: Options, folder: Path) -> dict[str, list[float]]:
     """Return the seconds of each kind of wait of islands that come and go."""
-    chance, run = random.Random(options.seed), Run(folder, SHARDTRAIN, saves=500)
+    run = ElasticRun(options, folder)
     found: dict[str, list[float]] = {"kill": [], "join": [], "others at a join": []}
-    elastic = ("--elastic", f"1..{options.islands}", "--cpu-devices", "1")
-
-    def epoch() -> Epoch | None:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return read_history(folder).epochs[-1]
-        return None
-
-    def is_full() -> bool:
-        newest = epoch()
-        return newest is not None and len(newest.names) == options.islands
-
     try:
-        for _ in range(options.islands):
-            run.start(*elastic)
-        run.watch(120, is_full)
+        run.wait_until_full()
         for number in range(options.kills):
-            run.watch(options.calm_seconds + chance.random())
-            newest = epoch()
-            assert newest is not None
-            names = newest.names
-            name = names[0] if number % 2 == 0 else chance.choice(names[1:])
-            killed = time.monotonic()
-            os.kill(int(name.split("-")[-2]), signal.SIGKILL)
+            run.watch(options.calm_seconds + run.chance.random())
+            killed = run.kill(number)
             run.watch(options.calm_seconds)
             found["kill"].append(run.longest_pause(killed, time.monotonic()))
             started = time.monotonic()
-            run.start(*elastic)
-            run.watch(120, is_full)
+            run.add_island()
+            run.wait_until_full()
             found["join"].append(time.monotonic() - started)
             run.watch(1.0)
             found["others at a join"].append(run.longest_pause(started, time.monotonic()))
     finally:
         run.end()
     return found
+
+
+def measure_goodput(options: Options, folder: Path) -> str:
+    """Return a text about the steps done with kills and joins, beside those of a time without."""
+    assert options.goodput_minutes is not None
+    run = ElasticRun(options, folder)
+    try:
+        run.wait_until_full()
+        run.watch(30.0)
+        rates = []
+        for minutes, disturbs in ((options.goodput_minutes / 5, False), (options.goodput_minutes, True)):
+            began, first, number = time.monotonic(), run.count_steps(), 0
+            end = began + 60 * minutes
+            while disturbs and time.monotonic() < end - 60:
+                run.kill(number)
+                number += 1
+                run.watch(60.0)
+                run.add_island()
+                run.watch(min(60 * options.every_minutes * number + began, end) - time.monotonic())
+            run.watch(end - time.monotonic())
+            rates.append((run.count_steps() - first) / (time.monotonic() - began))
+    finally:
+        run.end()
+    past = summarize(read_history(folder), read_jsonl(folder / "metrics.jsonl"), time.time())
+    return (
+        f"{rates[0]:.2f} steps a second undisturbed, {rates[1]:.2f} with {number} kills in"
+        f" {options.goodput_minutes:g} minutes: {rates[1] / rates[0]:.1%}\n{past_text(past)}"
+    )
 
 
 def measure_restarts(options: Options, folder: Path) -> list[float]:
@@ -173,8 +223,11 @@ def measure_restarts(options: Options, folder: Path) -> list[float]:
 
 
 def main(options: Options) -> None:
-    """Print the table."""
+    """Print the table, or the goodput."""
     with TemporaryDirectory() as folder:
+        if options.goodput_minutes is not None:
+            sys.stdout.write(measure_goodput(options, Path(folder) / "elastic"))
+            return
         elastic = measure_elastic(options, Path(folder) / "elastic")
         restarts = measure_restarts(options, Path(folder) / "restarts")
 

@@ -19,6 +19,7 @@ from shardtrain.checkpoints.discover import DiscoveredCheckpoint, Gather, discov
 from shardtrain.checkpoints.flatten import describe, describe_restorable, find_extra_problems, flatten
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.paths import revoke_others
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.restore import restore_arrays
@@ -93,9 +94,19 @@ class Checkpoints:
         """The folders that may hold checkpoints, the fastest first."""
         return self._folders.all
 
-    def set_fence(self, may_finish: Callable[[], bool]) -> None:
-        """Set what is asked, in the background, before a step gets its name; if False, the save fails."""
-        self._saver.may_finish = may_finish
+    def set_writer(self, name: str, may_finish: Callable[[], bool]) -> None:
+        """Let other processes take over, each of which saves the run after `revoke_others` alone.
+
+        Args:
+            name: name of this process, which no other one ever has.
+            may_finish: asked, in the background, after a step is written and before it gets its name; if
+                False, the save fails. Another process must take over only after this would return False.
+        """
+        self._folders.writer, self._saver.may_finish = name, may_finish
+
+    def revoke_others(self) -> None:
+        """Take over from other processes: no save that they have begun can become a checkpoint any more."""
+        revoke_others(self.folder, self._folders.writer)
 
     def latest(self) -> int | None:
         """Return the newest step of which this part is finished, or None; call `wait` to finish a save."""

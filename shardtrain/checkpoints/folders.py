@@ -32,6 +32,7 @@ class CheckpointFolders:
         target: the folder of the next save.
         evaluations: the held-out values of steps.
         broken: broken steps, which are deleted once an equal or newer step is complete.
+        writer: name of this process, if others may take over and save the run; else "".
 
     Raises:
         ValueError: several processes or islands would save to a fast disk that they do not share; or the
@@ -54,6 +55,7 @@ class CheckpointFolders:
         self._mirror = Mirror(self.fast, shared, policy, part, best) if self.fast else None
         self.target = self.fast or shared
         self.broken: set[int] = set()
+        self.writer = ""
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -108,10 +110,14 @@ class CheckpointFolders:
 
     def partial(self, step: int) -> Path:
         """Return the folder in which this part of a step is written."""
-        return paths.partial_folder(self.target, step, self.part)
+        return paths.partial_folder(self.target, step, self.part, self.writer)
 
     def finish(self, step: int) -> None:
-        """Rename the partial folder of a step, complete with its manifest, to its final name."""
+        """Rename the partial folder of a step, complete with its manifest, to its final name.
+
+        Raises:
+            FileNotFoundError: another writer has taken over, see `paths.revoke_others`.
+        """
         self.partial(step).rename(paths.step_folder(self.target, step, self.part))
         sync(self.target)
 
@@ -136,7 +142,9 @@ class CheckpointFolders:
         if self._mirror and self.is_on_fast:
             fast = CheckpointPolicy(keep=FAST_KEPT)
             return delete_old(self.target, fast, self.part, newest, self.broken, self._mirror.busy, best)
-        return delete_old(self.target, self.policy, self.part, newest, self.broken, best=best)
+        return delete_old(
+            self.target, self.policy, self.part, newest, self.broken, best=best, writer=self.writer
+        )
 
     def delete_after(self, step: int) -> None:
         """Delete this part of all later steps."""

@@ -4,8 +4,10 @@ A folder gets its name `step_00000020`, or `step_00000020.part-1-of-3` of severa
 it is complete. Next: `manifest.py`, which describes a finished folder.
 """
 
+import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.checkpoints.manifest_entries import MOST_PARTS, WHOLE, WriterPart
@@ -25,6 +27,8 @@ PARTIAL = ".partial"
 
 _STEP = "step_"
 _NAME = re.compile(r"step_([0-9]{1,15})(?:\.part-([0-9]{1,5})-of-([0-9]{1,5}))?")
+_BY = ".by-"
+"""In the name of a partial folder: before the name of the writer, if several processes may save the run."""
 
 
 def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
@@ -37,9 +41,15 @@ def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
     return folder / f"{_STEP}{step:08d}{part}"
 
 
-def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
-    """Return the folder in which a step is written, and to which it is renamed before its deletion."""
-    return folder / (step_folder(folder, step, part).name + PARTIAL)
+def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE, writer: str = "") -> Path:
+    """Return the folder in which a step is written; without a writer, the one of its deletion too.
+
+    Examples:
+        >>> partial_folder(Path("runs"), 20, writer="a").name
+        'step_00000020.by-a.partial'
+    """
+    by = f"{_BY}{writer}" if writer else ""
+    return folder / f"{step_folder(folder, step, part).name}{by}{PARTIAL}"
 
 
 def find_finished_steps(folder: Path) -> dict[int, dict[WriterPart, Path]]:
@@ -58,7 +68,7 @@ def read_name(name: str) -> tuple[int, WriterPart]:
     >>> read_name("step_00000020.part-1-of-3"), read_name("step_new")
     ((20, WriterPart(index=1, count=3)), (-1, WriterPart(index=0, count=1)))
     """
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(name.partition(_BY)[0])
     part = WriterPart(int(match[2]), int(match[3])) if match and match[2] else WHOLE
     # a huge count would be looped over
     if match is None or not part.index < part.count <= MOST_PARTS:
@@ -66,10 +76,37 @@ def read_name(name: str) -> tuple[int, WriterPart]:
     return int(match[1]), part
 
 
-def partial_folders(folder: Path) -> list[Path]:
-    """Return the folders of interrupted saves and deletions, and of the running save."""
+def partial_folders(folder: Path, writer: str = "") -> list[Path]:
+    """Return the folders of interrupted saves and deletions, and of running saves.
+
+    Args:
+        folder: folder of the checkpoints.
+        writer: leave out the saves of other writers; "" lists all.
+    """
     found = folder.glob(f"{_STEP}*{PARTIAL}")
-    return sorted(path for path in found if read_name(path.name.removesuffix(PARTIAL))[0] >= 0)
+    found = (path for path in found if read_name(path.name.removesuffix(PARTIAL))[0] >= 0)
+    own = ("", writer + PARTIAL)
+    return sorted(path for path in found if not writer or path.name.partition(_BY)[2] in own)
+
+
+def revoke_others(folder: Path, writer: str) -> None:
+    """Delete what other writers have not finished; none of it can become a checkpoint after this.
+
+    A save becomes a checkpoint by the renaming of its folder, which fails if the folder is gone.
+
+    Args:
+        folder: folder of the checkpoints.
+        writer: name of the writer that takes over.
+    """
+    if folder.exists():
+        os.utime(folder)  # a network file system then lists what its server has
+    for path in set(partial_folders(folder)) - set(partial_folders(folder, writer)):
+        gone = path.with_name(path.name.partition(_BY)[0] + PARTIAL)
+        delete(gone)
+        # it is whole, or gone for its writer, who may have been faster
+        with suppress(FileNotFoundError):
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def has_manifest(step_folder: Path) -> bool:

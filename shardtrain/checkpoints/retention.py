@@ -29,6 +29,7 @@ def delete_old(
     broken: Collection[int] = (),
     in_use: Collection[int] = (),
     best: FindBest = lambda steps: None,
+    writer: str = "",
 ) -> list[str]:
     """Delete checkpoints that the policy does not keep, and broken ones older than a complete one.
 
@@ -43,6 +44,7 @@ def delete_old(
         broken: broken steps, which do not count as kept.
         in_use: steps not to delete now.
         best: steps -> the best of them, which is not deleted, or None if not known.
+        writer: name of this process, if others may take over; their unfinished saves are left alone.
 
     Returns:
         A message for each folder that could not be deleted.
@@ -52,7 +54,7 @@ def delete_old(
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
     keep = set(whole) - set(select_steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
     # 2. delete interrupted saves, what the policy does not keep, and parts of another number of writers
-    old = [path for path in paths.partial_folders(folder) if _is_left_behind(path, part, newest)]
+    old = [path for path in paths.partial_folders(folder, writer) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():
         for other, path in parts.items():
             if other == part:

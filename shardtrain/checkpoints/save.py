@@ -150,8 +150,7 @@ class Saver:
                 raise RuntimeError("this process may not save any more: others train the run without it")
             folders.finish(step)
         except BaseException:
-            if self.may_finish():  # else it may be another process's by now
-                self._delete_partial(step)
+            self._delete_partial(step)
             raise
         # if other writers save parts of the step, `confirm` tells when it is complete
         notes = folders.delete_old(step) if folders.part.count == 1 else []

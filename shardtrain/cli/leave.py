@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Ask an island to leave: it finishes its step, and the others repeat nothing; return 0.
 
     Raises:
-      ValueError: the folder has no elastic run, or the run no such island.
+      ValueError: the folder has no elastic run, or the run has no such island.
     """
     options = tyro.cli(
         Options,
@@ -77,9 +77,7 @@ def find_member(text: str, epochs: Sequence[Epoch]) -> str:
         raise ValueError(f"{text!r} begins the names of {len(found)} islands; give one of {', '.join(found)}")
     for before, after in zip(reversed(epochs[:-1]), reversed(epochs[1:]), strict=True):
         if gone := [name for name in before.names if name.startswith(text)]:
-            raise ValueError(
-                f"{gone[0]} is no island of the run any more, since epoch {after.number}: {after.why}"
-            )
+            raise ValueError(f"{gone[0]} is not in the run any more, since epoch {after.number}: {after.why}")
     raise ValueError(f"there is no island {near(text, names)}")
 
 

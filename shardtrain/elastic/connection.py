@@ -23,7 +23,7 @@ from shardtrain.system.excerpts import short
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 GREETING = b"s"
-"""What an island says at once to whoever connects: a process that ends does not."""
+"""What an island sends at once to whoever connects: a process that ends does not."""
 
 BEAT = b"\0"
 """A sign of life; all else that comes back is a refusal."""
@@ -33,7 +33,7 @@ MOST_CALLS = 32
 
 PROBE_SECONDS = 0.2
 
-Meeting = Generator[int, None, tuple[ssl.SSLSocket, str]]
+Handshake = Generator[int, None, tuple[ssl.SSLSocket, str]]
 
 
 class Connection:
@@ -41,7 +41,7 @@ class Connection:
 
     Args:
       raw: its socket.
-      meeting: makes it, see `meet`.
+      handshake: makes it, see `shake_hands`.
       peer: the name of the other one, which may not be known yet.
 
     Attributes:
@@ -50,10 +50,10 @@ class Connection:
       heard_at: when the other one gave a sign of life; at first when the connection was begun.
     """
 
-    def __init__(self, raw: socket.socket, meeting: Meeting, peer: str = "") -> None:
+    def __init__(self, raw: socket.socket, handshake: Handshake, peer: str = "") -> None:
         self.peer, self.events, self.watched = peer, 0, 0
         self.heard_at = time.monotonic()
-        self._number, self._raw, self._meeting = raw.fileno(), raw, meeting
+        self._number, self._raw, self._handshake = raw.fileno(), raw, handshake
         self._tls: ssl.SSLSocket | None = None
 
     def fileno(self) -> int:
@@ -73,7 +73,7 @@ class Connection:
         """
         if self._tls is None:
             try:
-                self.events = next(self._meeting)
+                self.events = next(self._handshake)
             except StopIteration as made:
                 self._tls, self.peer = made.value
                 self.heard_at, self.events = time.monotonic(), READ
@@ -83,7 +83,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._meeting.close()
+        self._handshake.close()
         (self._tls or self._raw).close()
 
     def _work(self, tls: ssl.SSLSocket) -> None:
@@ -111,7 +111,7 @@ class Outgoing(Connection):
         raw = socket.socket(family, socket.SOCK_STREAM)
         raw.setblocking(False)
         raw.connect_ex(place)
-        super().__init__(raw, meet(raw, certificates, peer), peer)
+        super().__init__(raw, shake_hands(raw, certificates, peer), peer)
         self._queue: deque[bytes | memoryview] = deque()
         self._closes = self._is_shut = False
 
@@ -186,7 +186,7 @@ class Incoming(Connection):
         expect: Callable[[str, dict[str, Any]], Sequence[np.ndarray]],
         deliver: Callable[[Received], None],
     ) -> None:
-        super().__init__(raw, meet(raw, certificates))
+        super().__init__(raw, shake_hands(raw, certificates))
         raw.setblocking(False)
         self._expect, self._deliver = expect, deliver
         self._free, self._messages = memoryview(b""), self._read_messages()
@@ -225,7 +225,7 @@ class Incoming(Connection):
             self._free = self._free[num_bytes:]
 
 
-def meet(raw: socket.socket, certificates: Certificates, peer: str = "") -> Meeting:
+def shake_hands(raw: socket.socket, certificates: Certificates, peer: str = "") -> Handshake:
     """Make a connection safe: names in the open, then TLS, in which both show the certificate of their name.
 
     Args:

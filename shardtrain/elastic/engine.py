@@ -1,4 +1,4 @@
-"""What an engine tells a member, events, and what a member asks of it, effects. Next: `member.py`.
+"""Events, which an engine sends to a member, and effects, which a member asks of it. Next: `member.py`.
 
 The engine does effects in order. It has sockets, the run folder, and the program that computes gradients.
 """
@@ -131,9 +131,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Propose:
-    """Make the file of this epoch by `link`, unless it exists; `Seen` follows with what the file says."""
+    """Make the file of this epoch by `link`, unless it exists; `Seen` follows with its content."""
 
     epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class FindCheckpoint:
 
 @dataclass(frozen=True)
 class Restore:
-    """Restore the state from the checkpoint that was found."""
+    """Restore the state from the checkpoint that was found; later checkpoints are void, and deleted."""
 
     step: int
 
@@ -177,6 +182,8 @@ class Apply:
 class Write:
     """Save a checkpoint of the state as it is now; commit it only under the number of `Member.fence`.
 
+    A chief that sleeps between this look and the commit has been revoked if another one has taken over.
+
     is_last: the run ends with it; `Written` follows.
     """
 
@@ -186,7 +193,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the user."""
+    """Show a line to the user."""
 
     text: str
 
@@ -207,6 +214,7 @@ Effect = (
     | Connect
     | Look
     | Propose
+    | Revoke
     | FindCheckpoint
     | Restore
     | SendState

@@ -47,6 +47,7 @@ class Epoch:
       founded: whether the state comes from a checkpoint; then `step` may be lower than before.
       every: number of steps from one exchange to the next, which members do or repeat as one; 1 exchanges
         in each step.
+      num_steps: number of steps of the run, as its founder has it; 0 has no end.
 
     Raises:
       ValueError: names are not unique, or slots are not each slot of a batch once.
@@ -61,6 +62,7 @@ class Epoch:
     stops: bool = False
     founded: bool = False
     every: int = 1
+    num_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -105,7 +107,7 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a member says of itself at the end of an epoch; it promises to apply nothing more in it.
+    """The state of a member at the end of an epoch; it promises to apply nothing more in it.
 
     Args:
       epoch: the epoch that ends.
@@ -175,11 +177,19 @@ def deal(
     return {name: tuple(slots) for name, slots in dealt.items()}
 
 
-def found_epoch(number: int, founder: Peer, step: int, num_slots: int, every: int = 1) -> Epoch:
+def found_epoch(
+    number: int, founder: Peer, step: int, num_slots: int, *, every: int = 1, num_steps: int = 0
+) -> Epoch:
     """Return the epoch in which one island begins at the state of a checkpoint."""
-    slots = (tuple(range(num_slots)),)
     return Epoch(
-        number=number, step=step, members=(founder,), slots=slots, why="founded", founded=True, every=every
+        number=number,
+        step=step,
+        members=(founder,),
+        slots=(tuple(range(num_slots)),),
+        why="founded",
+        founded=True,
+        every=every,
+        num_steps=num_steps,
     )
 
 
@@ -237,6 +247,7 @@ def next_epoch(
         kept=tuple(kept.get(name, 0) for name in slots),
         stops=stops,
         every=epoch.every,
+        num_steps=epoch.num_steps,
     )
 
 

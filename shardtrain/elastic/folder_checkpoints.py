@@ -46,26 +46,39 @@ class FolderCheckpoints:
         self._found = next(reversed(self._list_valid()), None)
         return self._found.step if self._found else 0
 
+    def revoke(self) -> None:
+        """Take over from earlier chiefs, see `island.IslandCheckpoints`."""
+        self._files.revoke_checkpoints(self._member.me.name)
+
     def restore(self) -> bool:
         """Set the program's state to the checkpoint that was found; return False if there was none."""
+        for void in set(self._files.list_checkpoints()) - set(self._list_valid()):
+            shutil.rmtree(void.folder, ignore_errors=True)
         if self._found is not None:
             self._program.restore(self._found.folder)
         return self._found is not None
 
     def save(self, step: int, *, is_last: bool) -> bool:
         """Save the program's state after a step; return False if members changed meanwhile."""
-        with self._files.new_checkpoint() as folder:
-            self._program.save(folder)
-            # read after the state is written: a chief that was left behind meanwhile commits nothing
-            number = self._member.fence
-            if number is None or not self._files.commit_checkpoint(number, step, folder):
-                return False
+        with self._files.new_checkpoint(self._member.me.name) as folder:
+            try:
+                number = self._member.fence
+                self._program.save(folder)
+                # a chief that was left behind meanwhile commits nothing
+                if number is None or number != self._member.fence:
+                    return False
+                if not self._files.commit_checkpoint(number, step, folder):
+                    return False
+            except FileNotFoundError:
+                if folder.exists():
+                    raise
+                return False  # revoked
         for old in self._list_valid()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old.folder, ignore_errors=True)
         return True
 
     def _list_valid(self) -> list[SavedCheckpoint]:
-        """List the checkpoints from which the run can go on, by step: of chiefs that were not left behind."""
+        """List the checkpoints, by step, of chiefs that were not left behind."""
         epochs = list_epochs(self._files)
         found = [each for each in self._files.list_checkpoints() if each.epoch <= len(epochs)]
         return [each for each in found if is_valid_checkpoint(epochs, each.step, each.epoch)]

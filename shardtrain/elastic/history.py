@@ -27,7 +27,7 @@ class History:
       epochs: all epochs, in order.
       made: the time of each epoch.
       alive: member -> the last time at which it showed that it is alive, about once a second.
-      members: island -> what it said of itself: host, mesh, device and others; nothing of it is checked.
+      members: island -> its own description: host, mesh, device and others; nothing of it is checked.
       saved: the last step of a checkpoint in `RUN/elastic/checkpoints`; 0 without one.
     """
 
@@ -80,7 +80,7 @@ def read_history(run: Path) -> History:
 
 
 def list_members(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what islands said of themselves by `RunFiles.describe_member`.
+    """Return the descriptions of islands that `RunFiles.describe_member` wrote.
 
     Args:
       folder: the folder of `RunFiles`.

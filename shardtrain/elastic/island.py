@@ -78,8 +78,15 @@ class IslandCheckpoints(Protocol):
         """Return the step of the newest valid checkpoint; 0 if there is none."""
         ...
 
+    def revoke(self) -> None:
+        """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
+        ...
+
     def restore(self) -> bool:
-        """Set the program's state to the checkpoint that was found; return False if there was none."""
+        """Set the program's state to the checkpoint that was found; return False if there was none.
+
+        Later checkpoints are void, and deleted.
+        """
         ...
 
     def save(self, step: int, *, is_last: bool) -> bool:
@@ -291,11 +298,14 @@ class ElasticIsland:
                 self._post(StateArrived(peer, step, arrays))
             case StateArrived(peer, step, arrays):
                 self._checkpoints.check_others()
+                self._check_num_steps()
                 if self._initial is None:
                     # without a checkpoint a run that all others have left is founded at its begin
                     self._initial = copy_leaves(self._program.state)
                 self._program.state = jax.tree.unflatten(self._state_tree, arrays)
                 self._post(engine.StateReceived(peer, step))
+            case engine.Revoke():
+                self._checkpoints.revoke()
             case engine.FindCheckpoint():
                 self._post(engine.Checkpoint(self._checkpoints.find()))
             case engine.Restore():
@@ -352,7 +362,7 @@ class ElasticIsland:
             while self.member.phase is not Phase.OVER and not self._closing:
                 if time.monotonic() >= ticked + TICK_SECONDS:
                     ticked = time.monotonic()
-                    self._tell(engine.Tick(self._show_life()))
+                    self._handle(engine.Tick(self._show_life()))
                 for found in self._sockets.receive(TICK_SECONDS / 4):
                     self._take(found)
                 while not self._events.empty():
@@ -360,7 +370,7 @@ class ElasticIsland:
                     if isinstance(event, StateArrived):
                         self._sockets.send(event.peer, {"state": event.step}, event.arrays)
                     else:
-                        self._tell(event)
+                        self._handle(event)
         except BaseException as error:
             self._work.put(error)
         finally:
@@ -379,7 +389,7 @@ class ElasticIsland:
     def _take(self, found: Received | Lost) -> None:
         if isinstance(found, Lost):
             self._work.put(f"{found.peer}: {found.reason}")
-            self._tell(engine.Lost(found.peer, found.closed))
+            self._handle(engine.Lost(found.peer, found.closed))
         elif "state" in found.header:
             # one that was the donor before may still send its state, which is older
             if self.member.phase is Phase.JOIN and found.peer == self.member.donor:
@@ -387,7 +397,7 @@ class ElasticIsland:
         else:
             message, part = from_header(found.header["message"]), found.header["part"]
             payload = Part(list(found.buffers), *part) if part else None
-            self._tell(engine.Received(found.peer, message, payload))
+            self._handle(engine.Received(found.peer, message, payload))
 
     def _expect(self, peer: str, header: dict[str, Any]) -> Arrays:
         """Return the arrays that a message fills; see `Transport`."""
@@ -420,7 +430,16 @@ class ElasticIsland:
                 )
         return epoch
 
-    def _tell(self, event: engine.Event) -> None:
+    def _check_num_steps(self) -> None:
+        """Refuse another end than the run has: members would wait for each other there."""
+        epoch, own = self.member.epoch, self.member.options.num_steps
+        if epoch is not None and epoch.num_steps != (own or 0):
+            raise ValueError(
+                f"this island has num_steps={own}, and the run in {self.files.folder} has"
+                f" {epoch.num_steps or None}; use num_steps={epoch.num_steps or None}, or another run folder"
+            )
+
+    def _handle(self, event: engine.Event) -> None:
         before = self.member.epoch
         effects, new = self.member.handle(time.monotonic(), event), self.member.epoch
         if new is not None and new is not before:

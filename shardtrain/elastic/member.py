@@ -25,6 +25,7 @@ from shardtrain.elastic.engine import (
     Propose,
     Received,
     Restore,
+    Revoke,
     Seen,
     Send,
     SendState,
@@ -48,7 +49,8 @@ class Membership:
 
     Args:
       num_slots: number of equal parts of a batch, which members share.
-      num_steps: number of steps of the run. None trains until a member wishes to stop.
+      num_steps: number of steps of the run. None trains until a member wishes to stop. An island that joins
+        must have that of the founder.
       every: number of steps between exchanges, see `Epoch`; `num_steps` is a multiple of it.
       min_members: with fewer, members save and wait for joiners.
       max_members: further islands watch, and take the place of one that is lost. None has no limit.
@@ -198,8 +200,16 @@ class Member:
             case Tick(idle_seconds):
                 self._tick(idle_seconds)
             case Checkpoint(step) if self.phase is Phase.JOIN and self._founds == self.number:
-                options, number = self.options, self.number + 1
-                self._do(Propose(found_epoch(number, self.me, step, options.num_slots, options.every)))
+                options = self.options
+                founded = found_epoch(
+                    self.number + 1,
+                    self.me,
+                    step,
+                    options.num_slots,
+                    every=options.every,
+                    num_steps=options.num_steps or 0,
+                )
+                self._do(Propose(founded))
             case StateReceived(peer, step) if self.phase is Phase.JOIN and peer == self._donor.name:
                 self.step = self._applied = step
                 self._updates = {later: update for later, update in self._updates.items() if later >= step}
@@ -527,6 +537,8 @@ class Member:
         if self.phase is not Phase.JOIN and not is_named:
             self._end("left" if self._leaves else "excluded")
             return
+        if epoch.names[0] == self.me.name and not self.is_chief:
+            self._do(Revoke())
         if self.phase is Phase.JOIN and is_named and epoch.founded:
             self.step = epoch.step
             self._do(Restore(epoch.step))

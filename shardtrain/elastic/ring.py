@@ -51,7 +51,7 @@ class Ring:
         return self.total.chunk((self._index - self.hop) % self._size)
 
     def receive(self, payload: Any) -> None:
-        """Take what the member before sent in this hop, and go on to the next hop."""
+        """Take what the member before sent in this hop, and continue with the next hop."""
         index = (self._index - self.hop - 1) % self._size
         take = self.total.add if self.hop < self._size - 1 else self.total.replace
         take(index, payload)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,9 @@ from shardtrain.system.atomic_write import create_file, sync
 from shardtrain.system.untrusted_files import name_problem, read_bytes
 
 EPOCHS, ALIVE, CHECKPOINTS, MEMBERS = "epochs", "alive", "checkpoints", "members"
+NEW = ".new."
+"""Begin of the name of a checkpoint that is being written, before the name of its island."""
+
 MOST_EPOCH_BYTES = 1 << 24
 MOST_CERTIFICATE_BYTES = 1 << 12
 
@@ -172,9 +175,14 @@ class RunFiles:
         return (self._leave / name).exists()
 
     @contextmanager
-    def new_checkpoint(self) -> Iterator[Path]:
-        """Make a temporary folder for a checkpoint, deleted unless `commit_checkpoint` renames it."""
-        folder = Path(tempfile.mkdtemp(prefix=".new.", dir=self._checkpoints))
+    def new_checkpoint(self, writer: str) -> Iterator[Path]:
+        """Make a temporary folder for a checkpoint, deleted unless `commit_checkpoint` renames it.
+
+        Args:
+          writer: name of the island; no other island ever has it.
+        """
+        folder = self._checkpoints / f"{NEW}{writer}"
+        folder.mkdir(mode=0o700)
         try:
             yield folder
         finally:
@@ -183,8 +191,8 @@ class RunFiles:
     def commit_checkpoint(self, epoch: int, step: int, folder: Path) -> bool:
         """Give a checkpoint its name, which carries step and epoch, unless there is a newer epoch.
 
-        The newer epoch can come between the look for it and the renaming. So a name alone does not make a
-        checkpoint valid: one that is beyond the first step of a later epoch is void, see `ledger.py`.
+        The newer epoch can come between the look for it and the renaming, which its chief ends by
+        `revoke_checkpoints`. One that is beyond the first step of a later epoch is void, see `ledger.py`.
 
         Args:
           epoch: the epoch whose chief wrote it.
@@ -193,6 +201,9 @@ class RunFiles:
 
         Returns:
           Whether the checkpoint has its name; False if an epoch is newer.
+
+        Raises:
+          FileNotFoundError: another chief has revoked it.
         """
         for path in sorted(folder.rglob("*"), reverse=True):
             sync(path)
@@ -205,6 +216,21 @@ class RunFiles:
             folder.rename(final)
             sync(self._checkpoints)
         return True
+
+    def revoke_checkpoints(self, writer: str) -> None:
+        """Delete what other islands have not committed, so that they cannot commit it any more.
+
+        Args:
+          writer: name of the island that takes over, which is the chief by the newest epoch.
+        """
+        _refresh(self._checkpoints)
+        gone = self._checkpoints / f".old.{writer}"
+        for path in self._checkpoints.glob(f"{NEW}*"):
+            if path.name != f"{NEW}{writer}":
+                # it is whole, or gone for its writer, who may have been faster
+                with suppress(FileNotFoundError):
+                    path.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def list_checkpoints(self) -> list[SavedCheckpoint]:
         """List all checkpoints by step and epoch, void ones too."""

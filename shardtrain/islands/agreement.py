@@ -53,7 +53,10 @@ def check_agreement(
 
 
 def disagreement(
-    facts_by_rank: Sequence[Mapping[str, Any]], names: Sequence[str], most_lines: int = 8
+    facts_by_rank: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    most_lines: int = 8,
+    title: str = "islands do not agree, so nothing was started:",
 ) -> str | None:
     """Return a diff of the facts, with the names of the ranks; None if all agree.
 
@@ -61,6 +64,7 @@ def disagreement(
       facts_by_rank: `kind/name` -> value, of each rank.
       names: the names of the ranks, in messages.
       most_lines: largest number of facts of a kind to show; the others are counted.
+      title: first line of the text.
 
     >>> print(disagreement([{"run/batch": 32}, {"run/batch": 64}, {"run/batch": 32}], ["a", "b", "c"]))
     islands do not agree, so nothing was started:
@@ -79,7 +83,7 @@ def disagreement(
             lines.setdefault(kind, []).append(f"{shown}: {_groups_text(groups)}")
     if not lines:
         return None
-    text = ["islands do not agree, so nothing was started:"]
+    text = [title]
     # one section for each kind of fact, with the change to make
     for kind, found in lines.items():
         text += found[:most_lines]

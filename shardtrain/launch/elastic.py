@@ -63,7 +63,7 @@ def supervise_islands(
         supervisor.tell(KILLED_TEXT)
         return KILLED
     if supervisor.asked:
-        # the islands got SIGTERM for it
+        # the islands may have got another signal for it
         return code if code not in LEFT or not supervisor.asked_by else 128 + supervisor.asked_by
     if code not in (DONE, TEMPORARY_FAILURE) and islands.first_failure:
         supervisor.tell(islands.first_failure.text)
@@ -124,12 +124,13 @@ class _Islands:
                 self._end(number, each, returncode)
         return None if self._running or self._due_seconds else self._choose_code()
 
-    def ask(self, asked_by: signal.Signals) -> None:
-        # the signal for which every program of elastic islands leaves, a loop of one's own too
+    def ask(self, asked_by: signal.Signals | None) -> None:
+        # the signals for which every program of elastic islands leaves, a loop of one's own too
+        number = asked_by if asked_by is signal.SIGINT else signal.SIGTERM
         self._asked = True
         self._due_seconds.clear()
         for each in self._running.values():
-            each.process.send_signal(signal.SIGTERM)
+            each.process.send_signal(number)
 
     def kill(self) -> None:
         self._due_seconds.clear()

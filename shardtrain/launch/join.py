@@ -1,6 +1,7 @@
 """What `launch` needs to know of an elastic run, old or new: its command, and whether it can start it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
             f"after -- come further options of train, and {job.arguments[0]!r} is none; the command of the"
             f" run is in {elastic / COMMAND}"
         )
-    arguments = ("train", *command.arguments, *job.arguments, "--run-dir", str(run_folder.resolve()))
+    given = _drop_run_dir([*command.arguments, *job.arguments])
+    arguments = ("train", *given, "--run-dir", str(run_folder.resolve()))
     folder = Path(command.folder)
     return replace(
         job,
@@ -55,6 +57,17 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
         folder=folder if folder.is_dir() else None,
         interface=job.interface or (_find_interface(elastic) if here else None),
     )
+
+
+def _drop_run_dir(words: Sequence[str]) -> list[str]:
+    kept, rest = list[str](), iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != "--run-dir":
+            kept.append(word)
+        elif not equals:
+            next(rest, None)
+    return kept
 
 
 def _find_interface(elastic: Path) -> str | None:

@@ -116,8 +116,8 @@ class Processes(Protocol):
         """Return the exit code once all have ended and their output is shown; None before."""
         ...
 
-    def ask(self, asked_by: signal.Signals) -> None:
-        """Ask them to stop and save."""
+    def ask(self, asked_by: signal.Signals | None) -> None:
+        """Ask them to stop and save; None asks at the time limit."""
         ...
 
     def kill(self) -> None:
@@ -190,7 +190,7 @@ class Supervisor:
 
     def _ask(self, why: str) -> None:
         self.asked = True
-        self._processes.ask(self.asked_by or signal.SIGINT)
+        self._processes.ask(self.asked_by)
         self.tell(f"\n{why}: all {self._processes.plural} are asked to stop and save; Ctrl-C kills them\n")
 
     def _kill(self) -> None:
@@ -242,10 +242,10 @@ class _LaunchedRanks:
         self._relay(wait_seconds)
         self._look_for_failures(time.monotonic())
 
-    def ask(self, asked_by: signal.Signals) -> None:
+    def ask(self, asked_by: signal.Signals | None) -> None:
         # record what SIGUSR1 represents; ranks that cannot read this treat it as Ctrl-C
         with contextlib.suppress(OSError):
-            replace_file(self._logs / ASKED, asked_by.name.encode())
+            replace_file(self._logs / ASKED, (asked_by or signal.SIGINT).name.encode())
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 

@@ -286,7 +286,7 @@ def _list_islands(history: History, epochs: Sequence[EpochPast], now: float) -> 
 
 
 def find_names(why: str, word: str) -> list[str]:
-    """Return the names that an epoch says after a word.
+    """Return the names that the reason of an epoch has after a word.
 
     >>> find_names("joined c; lost a, b", "lost")
     ['a', 'b']

@@ -176,16 +176,17 @@ def unlink_unlocked(path: Path) -> None:
         os.close(handle)
 
 
-def open_own(path: Path, *, append: bool) -> BinaryIO:
+def open_own(path: Path, *, append: bool, is_new: bool = False) -> BinaryIO:
     """Open a file for unbuffered writing; a link is refused, not followed.
 
     Raises:
+      FileExistsError: `is_new`, and the file exists.
       OSError: it is a link, or cannot be opened.
     """
     if path.is_symlink():
         raise OSError(f"{path} is a link, which is not followed; remove it")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    flags |= os.O_APPEND if append else os.O_TRUNC
+    flags |= (os.O_APPEND if append else os.O_TRUNC) | (os.O_EXCL if is_new else 0)
     return os.fdopen(os.open(path, flags, READABLE), "ab" if append else "wb", buffering=0)  # type: ignore[return-value]
 
 

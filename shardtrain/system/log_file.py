@@ -18,11 +18,13 @@ MOST_WAITING_BYTES = 1 << 26
 class LogFile:
     """A file to which data is appended immediately, without a buffer in this process.
 
-    If the file is deleted meanwhile, it is created again and gets the data from then on.
+    If the file is deleted meanwhile, it is created again and gets the data from then on. One that is shared
+    is not written any more once another process has put a new file in its place.
 
     Args:
         path: the file; its folder exists.
         append: whether to keep its present content; else it starts empty.
+        is_shared: whether other processes may put a new file in its place, to write it from then on.
         report: receives a line when writes begin to fail, when they work again, and when data is lost.
 
     Raises:
@@ -35,8 +37,15 @@ class LogFile:
         (None, None, b'a line')
     """
 
-    def __init__(self, path: Path, *, append: bool, report: Callable[[str], None] = _LOG.warning) -> None:
-        self.path, self._report = path, report
+    def __init__(
+        self,
+        path: Path,
+        *,
+        append: bool,
+        is_shared: bool = False,
+        report: Callable[[str], None] = _LOG.warning,
+    ) -> None:
+        self.path, self._is_shared, self._report = path, is_shared, report
         self._file = open_own(path, append=append)
         self._waiting = bytearray()
         self._num_lost = 0
@@ -70,6 +79,9 @@ class LogFile:
                 # the system may write only a part; the rest follows
                 del self._waiting[: self._file.write(bytes(self._waiting))]
         except OSError as error:
+            if self._is_shared and isinstance(error, FileExistsError):
+                self._waiting.clear()
+                return
             if not self._fails:
                 self._report(
                     f"WARNING: {self.path} cannot be written: {error}. The run continues, and its lines wait"
@@ -83,6 +95,6 @@ class LogFile:
 
     def _create_again(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        deleted, self._file = self._file, open_own(self.path, append=True)
+        deleted, self._file = self._file, open_own(self.path, append=True, is_new=self._is_shared)
         deleted.close()
         self._report(f"WARNING: {self.path} was deleted; it is created again, with the lines from now on")

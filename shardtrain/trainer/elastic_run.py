@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardtrain.checkpoints.paths import CHECKPOINTS
+from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
@@ -47,7 +47,7 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.resume import StartPoint, find_parameters
+from shardtrain.trainer.resume import StartPoint, find_parameters, leave_out_base
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
@@ -191,47 +191,19 @@ class ElasticRun:
           ValueError: the facts of the run differ.
           IslandEnded: it is over before.
         """
-        run, setup = self._run, self._setup
         self._checkpoints, self._find_start = checkpoints, find_start
         self._facts = {"facts": dict(facts), "name": f"{socket.gethostname()}, process {os.getpid()}"}
-        base = run.start_from
+        base = self._run.start_from
         tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
         self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
-        self._program = ElasticProgram(
-            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
-            setup.placement,
-            self._batches,
-            self.num_slots,
-            init(),
-            run.strategy.synchronisation,
-        )
-        options = Membership(
-            num_slots=self.num_slots,
-            num_steps=run.steps,
-            every=self._every,
-            min_members=run.elastic.fewest,
-            max_members=run.elastic.most,
-            wait_seconds=60 * run.elastic.wait_minutes,
-            minority_seconds=run.elastic.patience_seconds,
-        )
-        from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
-
-        self._island = ElasticIsland(
-            self._folder,
-            self._program,
-            options,
-            checkpoints=self,
-            host=os.environ.get(ADDRESS),
-            patience_seconds=run.elastic.patience_seconds,
-            report=self._report,
-        )
-        self._island.wants_to_leave = lambda: bool(self.asked())
-        self._island.find_digest = self._find_digest
-        checkpoints.checkpoints.set_fence(self.may_write)
+        leave_out_base(self._run, checkpoints)
+        self._island = self._make_island(init())
+        name = self._island.member.me.name
+        checkpoints.checkpoints.set_writer(name, self.may_write)
         self._describe()
         self._island.start()
         step = self._island.join()
-        self._output.release(self.is_chief(), self._island.member.me.name)
+        self._output.release(self.is_chief(), name)
         if step is None and self.outcome != "stopped":
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
@@ -244,9 +216,43 @@ class ElasticRun:
             state=self._program.state,
             step=step,
             position=self._program.find_position(step),
-            # the clock of the run goes on, whoever joins
+            # the clock of the run continues, whoever joins
             extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
         )
+
+    def _make_island(self, state: State) -> "ElasticIsland":
+        from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
+
+        run, setup = self._run, self._setup
+        self._program = ElasticProgram(
+            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
+            setup.placement,
+            self._batches,
+            self.num_slots,
+            state,
+            run.strategy.synchronisation,
+        )
+        options = Membership(
+            num_slots=self.num_slots,
+            num_steps=run.steps,
+            every=self._every,
+            min_members=run.elastic.fewest,
+            max_members=run.elastic.most,
+            wait_seconds=60 * run.elastic.wait_minutes,
+            minority_seconds=run.elastic.patience_seconds,
+        )
+        island = ElasticIsland(
+            self._folder,
+            self._program,
+            options,
+            checkpoints=self,
+            host=os.environ.get(ADDRESS),
+            patience_seconds=run.elastic.patience_seconds,
+            report=self._report,
+        )
+        island.wants_to_leave = lambda: bool(self.asked())
+        island.find_digest = self._find_digest
+        return island
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Do the next step with the other islands; the state and the batch are those of the program.
@@ -300,11 +306,18 @@ class ElasticRun:
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
         names = [f"the run ({short(found.get('name'))})", "this island"]
-        if text := disagreement([found["facts"], self._facts["facts"]], names):
+        title = f"this island cannot join the run in {self._folder}:"
+        if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
 
     def find(self) -> int:
-        """Return the step of the newest valid checkpoint, and delete void ones of chiefs left behind."""
+        """Return the step of the newest valid checkpoint; void ones are deleted."""
+        self._drop_void()
+        # the newest one whose files are whole
+        return self._checkpoints.checkpoints.discover().step or 0
+
+    def _drop_void(self) -> None:
+        """Delete the checkpoints of a past that was left behind, as readers know no epochs."""
         epochs = list_epochs(self._files)
 
         def is_valid(step: int, saved: Any) -> bool:
@@ -313,15 +326,18 @@ class ElasticRun:
                 return number is None  # of a run that was not elastic then
             return is_valid_checkpoint(epochs, step, number)
 
-        found = [(each.step, each.extra.get(ELASTIC)) for each in find_readers(self._folder / CHECKPOINTS)]
-        newest = max((step for step, saved in found if is_valid(step, saved)), default=0)
-        if any(step > newest for step, _ in found):
-            self._checkpoints.drop_after(newest)
-        # of these, one whose files are whole
-        return self._checkpoints.checkpoints.discover().step or 0
+        for each in find_readers(self._folder / CHECKPOINTS):
+            if not is_valid(each.step, each.extra.get(ELASTIC)):
+                delete(each.folders[0])
+
+    def revoke(self) -> None:
+        """Take over the checkpoints from earlier chiefs, which can finish no save after this."""
+        self._checkpoints.checkpoints.revoke_others()
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
+        # an earlier chief may have finished a save since `find`
+        self._drop_void()
         replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
@@ -349,7 +365,7 @@ class ElasticRun:
         return True
 
     def saved(self, step: int) -> dict[str, Any]:
-        """Return what the checkpoint of a step says about the membership, and the position after it."""
+        """Return the entries of a checkpoint about the membership, and the position after it."""
         return {
             ELASTIC: {"epoch": self.island.member.number},
             "position": self._program.find_position(step),
@@ -370,11 +386,14 @@ class ElasticRun:
         self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
-        """Return a fingerprint of the parameters, if it is due and islands compute equal bits; else ""."""
+        """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""
         every = self._run.recovery.fingerprint_every
         if every is None or step % every or step == 0:
             return ""
-        found = list_members(self._folder / ELASTIC)
+        try:
+            found = list_members(self._folder / ELASTIC)
+        except ValueError:  # a damaged description: it is not known who computes equal bits
+            return ""
         kinds = {
             str([found.get(name, {}).get(key) for key in ("mesh", "device", "cores")])
             for name in self.island.member.names

@@ -97,11 +97,7 @@ def find_start_point(
     # refuse a state that cannot be saved before the first step
     describe_restorable(select_saved_state(wanted))
     # frozen parameters may be in no checkpoint of the run: they are where it started
-    base = _find_base(run) if run.checkpoints.trained_only or BASE in found.extra else None
-    if run.checkpoints.trained_only:
-        assert base is not None
-        assert run.start_from.checkpoint is not None
-        checkpoints.leave_out(base, run.start_from.checkpoint)
+    base = leave_out_base(run, checkpoints) or (_find_base(run) if BASE in found.extra else None)
     # find what to read: a checkpoint of this run, or else the parameters that it starts from
     reader, read, note = None, wanted, checkpoints.note
     if found.step is not None:
@@ -203,6 +199,24 @@ def _parse_position(saved: Mapping[str, Any]) -> Position:
         check_whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
     )
     return Position(epoch=epoch, index=index)
+
+
+def leave_out_base(run: Run, checkpoints: RunCheckpoints) -> CheckpointReader | None:
+    """Let the checkpoints of a run that saves only trained parameters leave out the others.
+
+    Returns:
+      The reader of the base checkpoint; None if everything is saved.
+
+    Raises:
+      ValueError: there is no base checkpoint, or it lacks the parameters.
+    """
+    if not run.checkpoints.trained_only:
+        return None
+    base = _find_base(run)
+    assert base is not None
+    assert run.start_from.checkpoint is not None
+    checkpoints.leave_out(base, run.start_from.checkpoint)
+    return base
 
 
 def _find_base(run: Run) -> CheckpointReader | None:

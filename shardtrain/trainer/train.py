@@ -261,7 +261,8 @@ def _train_segment(
                 STRATEGY_FILE: strategy_text(prepared.strategy),
             }
             write_run_files(folder, texts, output)
-            return open_sinks(folder, step or None, output.note, run.sinks)
+            is_shared = prepared.elastic is not None
+            return open_sinks(folder, step or None, output.note, run.sinks, is_shared=is_shared)
 
         sinks, logged = Sinks(), None
         if prepared.elastic is not None:

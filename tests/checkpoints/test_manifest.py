@@ -8,7 +8,15 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import _text, problems
-from shardtrain.checkpoints.paths import delete, find_finished_steps, partial_folders, read_name
+from shardtrain.checkpoints.paths import (
+    delete,
+    find_finished_steps,
+    partial_folder,
+    partial_folders,
+    read_name,
+    revoke_others,
+    step_folder,
+)
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers, visible_readers
 from shardtrain.trainer.resume import _parse_position
@@ -157,6 +165,24 @@ def test_a_number_of_parts_that_no_run_has_is_not_counted_up_to(tmp_path):
     (tmp_path / "step_00000001.part-0-of-16384").mkdir()
     (reader,) = visible_readers(tmp_path)
     assert reader.problems()[-1] == "part 1, 2, 3, 4, 5, 6, 7, 8 and 16375 more of 16384 cannot be seen"
+
+
+def test_what_other_writers_have_not_finished_is_revoked(tmp_path):
+    mine, other, old = (
+        partial_folder(tmp_path, step, writer=by) for step, by in ((7, "a"), (7, "b.c"), (5, "d"))
+    )
+    for each in (mine, other, old, partial_folder(tmp_path, 5), step_folder(tmp_path, 3)):
+        each.mkdir()
+        (each / "file").touch()
+    assert len(partial_folders(tmp_path)) == 4
+    assert partial_folders(tmp_path, "a") == [partial_folder(tmp_path, 5), mine]
+    assert list(find_finished_steps(tmp_path)) == [3]
+    revoke_others(tmp_path, "a")
+    with pytest.raises(FileNotFoundError):
+        other.rename(step_folder(tmp_path, 7))
+    mine.rename(step_folder(tmp_path, 7))
+    assert list(find_finished_steps(tmp_path)) == [3, 7]
+    assert partial_folders(tmp_path) == []
 
 
 def test_an_array_whose_file_says_otherwise_is_not_read(folder):

@@ -82,7 +82,8 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
     begun.mkdir()
     monkeypatch.chdir(begun)
     files = RunFiles(run / "elastic")
-    write_command(run / "elastic", ["run.py", "--elastic", "2..5", "--run-dir", "../runs/x"])
+    words = ["run.py", "--run_dir=../runs/y", "--elastic", "2..5", "--run-dir", "../runs/x"]
+    write_command(run / "elastic", words)
     member = Peer(name="a", address=f"tcp://{address}:5555")
     first = Epoch(number=1, step=0, members=(member,), slots=((0,),), why="founded")
     files.propose(1, json.dumps(to_json(first)).encode())
@@ -91,8 +92,7 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
     for command in dry_runs(printed([*join, "--", "--log-every", "3"], capsys)):
         assert command[:3] == ["cd", str(begun), "&&"]
         assert command[command.index("train") :] == [
-            *("train", "run.py", "--elastic", "2..5", "--run-dir", "../runs/x", "--log-every", "3"),
-            *("--run-dir", str(run)),
+            *("train", "run.py", "--elastic", "2..5", "--log-every", "3", "--run-dir", str(run)),
         ]
         # whoever listens on loopback is reached from there alone
         assert ("SHARDTRAIN_ADDRESS=127.0.0.1" in command) == (address == "127.0.0.1")

@@ -198,6 +198,9 @@ class Simulation:
         self.epochs: list[Epoch] = []
         self.visible: dict[tuple[str, int], float] = {}
         self.touched = 0.0
+        self.unfinished: dict[int, str] = {}  # number of a save -> its chief
+        self.num_saves = 0
+        self.used = 0  # the newest epoch whose chief has used the checkpoints
         self.checkpoints: list[tuple[int, int, tuple[int, ...]]] = []
         self.applied: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.given: dict[tuple[int, int, str], tuple[tuple[int, ...], ...]] = {}
@@ -425,21 +428,36 @@ class Simulation:
 
     def do_findcheckpoint(self, node: Node, effect: engine.FindCheckpoint) -> None:
         def find() -> engine.Event:
-            return engine.Checkpoint(self.newest_checkpoint()[0])
+            self.drop_void()
+            return engine.Checkpoint(max([0, *(step for step, _, _ in self.checkpoints)]))
 
         self.later(node, self.delay(), find)
 
-    def newest_checkpoint(self) -> tuple[int, tuple[int, ...]]:
-        valid = [(s, p) for s, e, p in self.checkpoints if is_valid_checkpoint(self.epochs, s, e)]
-        return max([(0, START), *valid])
+    def list_void(self) -> list[Any]:
+        return [each for each in self.checkpoints if not is_valid_checkpoint(self.epochs, *each[:2])]
+
+    def drop_void(self) -> None:
+        void = self.list_void()
+        self.checkpoints = [each for each in self.checkpoints if each not in void]
 
     def do_restore(self, node: Node, effect: engine.Restore) -> None:
-        params = [p for s, _, p in self.checkpoints if s == effect.step] or [START]
-
         def restore() -> None:
+            self.use_checkpoints(node)
+            self.drop_void()
+            params = [p for s, _, p in self.checkpoints if s == effect.step] or [START]
             node.step, node.params, node.is_faulty, node.own = effect.step, params[0], False, None
 
         self.work(node, 0.0, restore)
+
+    def do_revoke(self, node: Node, effect: engine.Revoke) -> None:
+        def revoke() -> None:
+            self.unfinished = {save: name for save, name in self.unfinished.items() if name == node.name}
+
+        self.work(node, 0.0, revoke)
+
+    def use_checkpoints(self, node: Node) -> None:
+        """The chief of an epoch relies on what is saved: no earlier one may save any more."""
+        self.used = max(self.used, node.member.number)
 
     def do_sendstate(self, node: Node, effect: engine.SendState) -> None:
         def send() -> None:
@@ -541,20 +559,38 @@ class Simulation:
     def do_write(self, node: Node, effect: engine.Write) -> None:
         def write() -> None:
             check(node.step == effect.step, "a chief writes another step than it has", node.name, effect)
-            step, params = node.step, node.params
-            self.after(self.rng.uniform(0, 2), lambda: commit(step, params), node)
+            self.use_checkpoints(node)
+            if node.member.number == len(self.epochs):
+                # readers know no epochs: all that they find must count
+                check(not self.list_void(), "a checkpoint is of a past that was left behind", node.name)
+            self.num_saves += 1
+            saved = node.step, min(node.member.number, len(self.epochs)), node.params
+            save = self.num_saves
+            self.unfinished[save] = node.name
+            self.after(self.rng.uniform(0, 2), lambda: look(save, saved), node)
 
-        def commit(step: int, params: tuple[int, ...]) -> None:
+        def look(save: int, saved: tuple[int, int, tuple[int, ...]]) -> None:
             fence = node.member.fence
             if fence is not None and fence >= len(self.epochs):
-                check(self.epochs[-1].names[0] == node.name, "one that is not chief writes", node.name, step)
-                self.checkpoints.append((step, min(fence, len(self.epochs)), params))
-                self.counts["saved"] += 1
-                if effect.is_last:
-                    self.event(node, engine.Written())
+                check(self.epochs[-1].names[0] == node.name, "one that is not chief writes", node.name, saved)
+                # it may sleep here, for as long as it likes
+                if "freeze chief" in self.scenario.faults and self.rng.random() < 0.2:
+                    self.fault_freeze(node, "", [], [])
+                self.after(0.001, lambda: commit(save, saved), node)
             elif node.lives:
                 self.counts["refused"] += 1
-                self.after(1.0, lambda: commit(step, params), node)
+                self.after(1.0, lambda: look(save, saved), node)
+
+        def commit(save: int, saved: tuple[int, int, tuple[int, ...]]) -> None:
+            if self.unfinished.pop(save, None) is None:
+                self.counts["revoked"] += 1
+                return
+            later = [epoch for epoch in self.epochs[: self.used] if epoch.names[0] != node.name]
+            check(not later or later[-1].number < saved[1], "a chief that was left behind saves", node.name)
+            self.checkpoints.append(saved)
+            self.counts["saved"] += 1
+            if effect.is_last:
+                self.event(node, engine.Written())
 
         self.work(node, 0.0, write)
 

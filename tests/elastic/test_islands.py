@@ -91,6 +91,21 @@ def test_other_slots_than_those_of_the_run_are_refused(run):
         ElasticIsland(run.folder, Toy(), Membership(num_slots=5), host="127.0.0.1")
 
 
+def test_another_number_of_steps_than_that_of_the_run_is_refused(run):
+    run.start(2)
+    run.wait_for(lambda: all(each.is_member for each in run.processes))
+    run.steps = 200
+    other = run.start()
+    run.wait_for(lambda: other.popen.poll() == 1)
+    run.steps = 150
+    assert "has num_steps=200, and the run in" in other.output.read_text()
+    run.finish()
+    # a later start may add steps
+    run.steps = 200
+    run.start()
+    run.finish()
+
+
 def test_one_that_was_frozen_is_let_go_and_finds_out(run):
     run.start(2)
     run.wait_for(lambda: all(each.is_member for each in run.processes))

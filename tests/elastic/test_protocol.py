@@ -21,6 +21,7 @@ from shardtrain.elastic.engine import (
     Over,
     Propose,
     Restore,
+    Revoke,
     Seen,
     Send,
     StateReceived,
@@ -51,6 +52,7 @@ def test_runs_with_faults_keep_every_invariant(first):
         "cut off",
         "no state",
         "saved",
+        "revoked",
         "late state",
         "planned end",
         "epoch excluded",
@@ -96,6 +98,11 @@ class WritesWithoutFence(Member):
     @property
     def fence(self):
         return 1 << 30
+
+
+class RevokesNobody(Member):
+    def _do(self, *effects):
+        super()._do(*[effect for effect in effects if not isinstance(effect, Revoke)])
 
 
 class BreaksItsPromise(Member):
@@ -174,6 +181,7 @@ MUTANTS = (
     LeavesWithoutBye,
     EndsBeforeItHasSaved,
     WritesWithoutFence,
+    RevokesNobody,
     BreaksItsPromise,
     ReportsASumItLacks,
     NeverLooks,
@@ -224,6 +232,6 @@ def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
     (proposal,) = member.handle(0.1, Checkpoint(3))
     assert isinstance(proposal, Propose)
     effects = member.handle(0.2, Seen(proposal.epoch))
-    assert effects == [Restore(3), Connect(()), Write(3, is_last=True)]
+    assert effects == [Revoke(), Restore(3), Connect(()), Write(3, is_last=True)]
     # it ends once all is saved
     assert member.handle(0.3, Written()) == [Over("stopped")]

@@ -108,20 +108,35 @@ def test_a_checkpoint_of_an_older_epoch_is_not_committed(tmp_path):
     files = RunFiles(tmp_path)
     files.propose(1, b"first")
     for step in (20, 10):
-        with files.new_checkpoint() as folder:
+        with files.new_checkpoint("a") as folder:
             (folder / "arrays").mkdir()
             (folder / "arrays" / "0").write_bytes(b"x")
             assert len(files.list_checkpoints()) == (step == 10)  # this one is not there yet
             assert files.commit_checkpoint(1, step, folder)
     files.propose(2, b"second")
-    with files.new_checkpoint() as folder:
+    with files.new_checkpoint("a") as folder:
         assert not files.commit_checkpoint(1, 30, folder)
-    with pytest.raises(RuntimeError), files.new_checkpoint() as folder:
+    with pytest.raises(RuntimeError), files.new_checkpoint("a") as folder:
         raise RuntimeError
     found = files.list_checkpoints()
     assert [(each.step, each.epoch) for each in found] == [(10, 1), (20, 1)]
     assert (found[0].folder / "arrays" / "0").read_bytes() == b"x"
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
+
+
+def test_a_checkpoint_that_another_chief_revokes_cannot_be_committed(tmp_path):
+    """Also by one that has looked at the epochs already."""
+    files = RunFiles(tmp_path)
+    files.propose(1, b"first")
+    with files.new_checkpoint("a") as folder, files.new_checkpoint("b") as own:
+        (folder / "0").write_bytes(b"x")
+        files.revoke_checkpoints("b")
+        assert own.exists()
+        assert os.listdir(tmp_path / "checkpoints") == [".new.b"]
+        with pytest.raises(FileNotFoundError):
+            files.commit_checkpoint(1, 10, folder)
+        assert files.commit_checkpoint(1, 10, own)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-10-epoch-1"]
 
 
 def test_what_an_island_is_can_be_read_and_is_written_once(tmp_path):

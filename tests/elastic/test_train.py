@@ -39,12 +39,13 @@ class Islands:
         (self.folder / "new").write_text(str(step))
         (self.folder / "new").rename(self.folder / "pace")
 
-    def start(self, *options, elastic="1..4"):
+    def start(self, *options, elastic="1..4", **environment):
         words = [*self.words, "-m", "shardtrain", "train", PROGRAM, "--run-dir", str(self.run), *options]
         words += ["--elastic", elastic] if elastic else []
         words += [] if "--cpu-devices" in options else ["--cpu-devices", "1"]
         with (self.folder / f"output-{len(self.processes)}").open("w") as output:
-            self.processes.append(subprocess.Popen(words, stdout=output, stderr=output, env=self.environment))
+            given = {**self.environment, **environment}
+            self.processes.append(subprocess.Popen(words, stdout=output, stderr=output, env=given))
         return self.processes[-1]
 
     def output(self, process):
@@ -156,6 +157,34 @@ def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
     assert f"{name}: excluded after step" in islands.output(ended)
     check_lines(islands.lines(), alone)
     check_checkpoints(islands)
+
+
+@pytest.mark.parametrize("place", ["name", "line"])
+def test_a_chief_that_stops_between_its_last_look_and_the_write_writes_nothing(islands, alone, place):
+    islands.pace(8)
+    islands.start(elastic="3..4", STOP_BEFORE=place)
+    islands.wait_for(islands.epochs)
+    frozen, name = islands.find(0)
+    for _ in range(3):
+        islands.start(elastic="3..4")
+    islands.wait_for_why(f"lost {name}")
+    # the next chief has taken over
+    islands.wait_for_step(20)
+    islands.wait_for(lambda: any(each.step >= 20 for each in find_readers(islands.run / "checkpoints")))
+    before = {path: path.stat().st_mtime_ns for path in (islands.run / "checkpoints").iterdir()}
+    os.kill(frozen, signal.SIGCONT)
+    assert islands.processes[0].wait(60) == 75
+    after = {path: path.stat().st_mtime_ns for path in (islands.run / "checkpoints").iterdir()}
+    assert before.items() <= after.items()
+    assert not [path for path in after if name in path.name]
+    islands.pace(1000)
+    assert [each.wait(60) for each in islands.processes[1:]] == [0, 0, 0]
+    check_lines(islands.lines(), alone)
+    readers = find_readers(islands.run / "checkpoints")
+    assert not any(reader.problems() for reader in readers)
+    saved = {reader.step: reader.extra["elastic"]["epoch"] for reader in readers}
+    (lost,) = [epoch for epoch in islands.epochs() if f"lost {name}" in epoch.why]
+    assert saved.get(10, lost.number) >= lost.number
 
 
 def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):

@@ -2,14 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from launches import finish, start_launch, until
 
-ROOT = Path(__file__).parents[2]
 START = """
 import os, sys
 from pathlib import Path
@@ -57,24 +54,12 @@ WAITS = (
 
 
 def start(folder, program, *arguments, islands=3, restarts=0, limit=0, **options):
-    (folder / "program.py").write_text(program)
-    words = [sys.executable, "-c", START, str(islands), str(restarts), str(limit), "program.py", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=environ, cwd=folder, **{**pipes, **options})
+    words = [str(islands), str(restarts), str(limit), "program.py", *arguments]
+    return start_launch(folder, START, program, words, **options)
 
 
 def launched(folder, program, *arguments, **options):
-    process = start(folder, program, *arguments, **options)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def until(condition, seconds=150):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.05)
+    return finish(start(folder, program, *arguments, **options))
 
 
 def pids(folder, number):
@@ -186,7 +171,7 @@ def test_a_signal_asks_all_to_leave(number, tmp_path):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert f"{number.name}: all islands are asked to stop and save; Ctrl-C kills them" in err
-    assert out.count("left after SIGTERM\n") == 3
+    assert out.count(f"left after {number.name}\n") == 3
     assert not any(map(alive, everybody))
     assert len(list(tmp_path.glob("start-*"))) == 3
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from launches import ROOT, finish, start_launch, until
 
-ROOT = Path(__file__).parents[2]
 GONE_SECONDS = 150
 """Far below the seconds that a rank sleeps; a busy machine takes some to end processes."""
 START = """
@@ -48,25 +48,12 @@ STOPS = (
 
 
 def start(folder, program, *arguments, processes="1,1", limit=0, **options):
-    (folder / "program.py").write_text(program)
-    words = [sys.executable, "-c", START, str(folder / "logs"), processes, str(limit)]
-    words += [str(folder / "program.py"), *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=environ, cwd=folder, **{**pipes, **options})
+    words = [str(folder / "logs"), processes, str(limit), str(folder / "program.py"), *arguments]
+    return start_launch(folder, START, program, words, **options)
 
 
 def launched(folder, program, *arguments, **options):
-    process = start(folder, program, *arguments, **options)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def until(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.05)
+    return finish(start(folder, program, *arguments, **options))
 
 
 def alive(pid):

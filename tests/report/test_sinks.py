@@ -106,3 +106,29 @@ def test_a_full_disk_is_reported_and_does_not_end_the_run(name, tmp_path, monkey
     sink.write(2, VALUES)
     sink.close()
     assert "is written again" in reports[1]
+
+
+@pytest.mark.parametrize("resume_after", [None, 2])
+def test_metrics_that_another_process_has_taken_over_are_not_written(resume_after, tmp_path):
+    said: list[str] = []
+
+    def open_shared(step):
+        return open_sinks(tmp_path, step, said.append, ["jsonl"], is_shared=True)[0]
+
+    first = open_shared(None)
+    for step in (1, 2, 3):
+        first.write(step, marks(step))
+    second = open_shared(resume_after)
+    second.write(3, marks(3))
+    # it was only frozen, and wakes up in a write
+    first.write(4, marks(4))
+    first.close()
+    second.write(5, marks(5))
+    kept = range(1, 1 + (resume_after or 0))
+    assert [line["step"] for line in read_jsonl(tmp_path / METRICS)] == [*kept, 3, 5]
+    # one that is deleted by hand is created again
+    (tmp_path / METRICS).unlink()
+    second.write(6, marks(6))
+    second.close()
+    assert [line["step"] for line in read_jsonl(tmp_path / METRICS)] == [6]
+    assert len(said) == 1

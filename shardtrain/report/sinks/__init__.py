@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def open_sinks(
     resume_after: int | None,
     report: Callable[[str], None],
     sinks: Sequence[str | OpenSink] = DEFAULT_SINKS,
+    *,
+    is_shared: bool = False,
 ) -> tuple[Sinks, int | None]:
     """Open the sinks of a run.
 
@@ -71,6 +74,7 @@ def open_sinks(
       resume_after: the restored step, after which metrics are dropped; None starts empty files.
       report: receives warnings.
       sinks: names of `SINKS`, jsonl among them, or functions like theirs.
+      is_shared: whether other processes may take over `metrics.jsonl`, see `JsonLines`.
 
     Returns:
       The sinks, and the step of the last line in `metrics.jsonl`.
@@ -82,6 +86,8 @@ def open_sinks(
     with ExitStack() as stack:
         for each in sinks:
             open_sink = SINKS[each] if isinstance(each, str) else each
+            if open_sink is open_json_lines:
+                open_sink = partial(open_json_lines, is_shared=is_shared)
             if (sink := open_sink(folder, resume_after, report)) is not None:
                 opened.append(sink)
                 stack.callback(sink.close)

@@ -20,9 +20,11 @@ METRICS = "metrics.jsonl"
 NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
-def open_json_lines(folder: Path, resume_after: int | None, report: Callable[[str], None]) -> "JsonLines":
+def open_json_lines(
+    folder: Path, resume_after: int | None, report: Callable[[str], None], *, is_shared: bool = False
+) -> "JsonLines":
     """Open the metrics of a run."""
-    return JsonLines(folder / METRICS, resume_after=resume_after, report=report)
+    return JsonLines(folder / METRICS, resume_after=resume_after, is_shared=is_shared, report=report)
 
 
 class JsonLines:
@@ -36,6 +38,8 @@ class JsonLines:
         path: the file; its folder is created.
         resume_after: the restored step, after which lines are dropped, as is an incomplete last line; None
             starts an empty file.
+        is_shared: whether several processes write the file, one after the other: each puts a new file in its
+            place, so that an earlier one which was only frozen writes nothing into it.
         report: receives a warning if the file cannot be written, see `LogFile`.
 
     Attributes:
@@ -46,14 +50,20 @@ class JsonLines:
     """
 
     def __init__(
-        self, path: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
+        self,
+        path: Path | str,
+        *,
+        resume_after: int | None,
+        is_shared: bool = False,
+        report: Callable[[str], None] = _LOG.warning,
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step: int | None = None
-        if resume_after is not None and path.exists():
-            self.last_step = _cut(path, resume_after)
-        self._file = LogFile(path, append=resume_after is not None, report=report)
+        if (is_shared or resume_after is not None) and path.exists():
+            self.last_step = _cut(path, resume_after or 0, always=is_shared)
+        append = is_shared or resume_after is not None
+        self._file = LogFile(path, append=append, is_shared=is_shared, report=report)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if "step" in values:
@@ -117,12 +127,15 @@ def _parse(line: bytes) -> dict[str, float] | None:
     return {"step": step} | values if type(step) is int else None
 
 
-def _cut(path: Path, resume_after: int) -> int | None:
-    """Drop the lines of later steps; return the step of the last line that is kept."""
+def _cut(path: Path, resume_after: int, *, always: bool) -> int | None:
+    """Drop the lines of later steps; return the step of the last line that is kept.
+
+    always: make a new file even if no line is dropped.
+    """
     left = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resume_after]
     kept, last_step = b"".join(line for line, _ in left), int(left[-1][1]) if left else None
     is_own = not path.is_symlink() and path.stat().st_nlink == 1
-    if is_own and kept == read_bytes(path, 1 << 40):
+    if is_own and not always and kept == read_bytes(path, 1 << 40):
         # nothing to write; the disk may be full
         return last_step
     try:
