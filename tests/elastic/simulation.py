@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.elastic import engine
-from shardtrain.elastic.epoch import Epoch, Peer
+from shardtrain.elastic.epoch import Epoch, Peer, find_next
 from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Vote, from_header, to_header
@@ -108,6 +108,7 @@ class Scenario:
     state_seconds: float
     duration: float
     encodes: bool
+    every: int
     num_steps: int | None
 
 
@@ -131,6 +132,8 @@ FAULTS = (
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
+    # in thirds of the runs members take three local steps before each exchange
+    every = rng.choice([1, 1, 3])
     return Scenario(
         starters=rng.randint(1, 5),
         min_members=rng.choice([1, 1, 1, 2, 3]),
@@ -142,7 +145,8 @@ def draw_scenario(rng: random.Random) -> Scenario:
         state_seconds=rng.choice([0.2, 1.0, 5.0]),
         duration=rng.choice([20.0, 40.0, 60.0]),
         encodes=rng.random() < 0.1,
-        num_steps=rng.choice([None, None, rng.randint(1, 40)]),
+        every=every,
+        num_steps=rng.choice([None, None, every * rng.randint(1, 40)]),
     )
 
 
@@ -155,6 +159,7 @@ class Node:
         options = Membership(
             num_slots=world.scenario.num_slots,
             num_steps=world.scenario.num_steps,
+            every=world.scenario.every,
             min_members=world.scenario.min_members,
             wait_seconds=40.0,
             minority_seconds=5.0,
@@ -486,7 +491,7 @@ class Simulation:
         name, member = node.name, node.member
         planned = self.scenario.num_steps
         check(planned is None or effect.step < planned, "a step after the last one is computed", name, effect)
-        wrong = self.find_wrong(member.number, effect.step - 1, member.names)
+        wrong = self.find_wrong(member.number, effect.step - self.scenario.every, member.names)
         check(not wrong, "a member with other numbers stays", name, effect, wrong)
 
         def note(groups: tuple[tuple[int, ...], ...]) -> None:
@@ -496,7 +501,7 @@ class Simulation:
             check(node.step == effect.step, "a member computes another step than it has", name, effect)
             node.own = node.own or OwnSum(note)
             node.own.add(node.params, effect.step, effect.slots)
-            if effect.step % 2:
+            if effect.step // self.scenario.every % 2:
                 return engine.Computed(effect.step, effect.slots, node.own)
             digest = f"{node.kind}/{effect.step + 1000 * node.is_faulty}"
             return engine.Computed(effect.step, effect.slots, node.own, digest)
@@ -532,18 +537,21 @@ class Simulation:
         def apply() -> engine.Event:
             check(node.step == step, "an island applies another step than its next", node.name, effect)
             values = [e[1] for e in elements]
-            node.params, node.step, node.own = update(node.params, values), step + 1, None
+            node.params, node.own = update(node.params, values), None
+            node.step = find_next(step, self.scenario.every)
             self.check_params(node)
             return engine.Applied(step)
 
         self.work(node, self.rng.uniform(0, 0.1), apply)
 
     def check_params(self, node: Node) -> None:
-        while len(self.reference) <= node.step:
-            step, params = len(self.reference) - 1, self.reference[-1]
+        # what is computed in an exchange depends on its first step alone here
+        every, number = self.scenario.every, node.step // self.scenario.every
+        while len(self.reference) <= number:
+            step, params = (len(self.reference) - 1) * every, self.reference[-1]
             grads = [gradient(params, step, slot) for slot in range(self.scenario.num_slots)]
             self.reference.append(update(params, [sum(g) % MODULUS for g in zip(*grads, strict=True)]))
-        check(node.params == self.reference[node.step], "parameters differ from one process", node.name)
+        check(node.params == self.reference[number], "parameters differ from one process", node.name)
 
     def check_epoch_of(self, step: int, number: int) -> None:
         """Some may have applied a step only if no later epoch repeats it, other than from a checkpoint."""
@@ -731,7 +739,7 @@ class Simulation:
                 check(end == (step, params), "members end at different steps", name, era, end, step)
                 saved = any(each[0] == step for each in self.checkpoints)
                 check(saved or not step, "a run has ended, and its last step is not saved", name, step)
-        num_steps = max([step + 1 for step, _ in self.applied], default=0)
+        num_steps = max([step + self.scenario.every for step, _ in self.applied], default=0)
         if self.epochs:
             for line in list_ledger(self.epochs, num_steps):
                 if (line.step, line.epoch) in self.applied:

@@ -154,12 +154,12 @@ class ProposesAlone(Member):
 
 class TrainsAStepTooMany(Member):
     def _is_last(self, step):
-        return super()._is_last(step - 1)
+        return super()._is_last(step - self.options.every)
 
 
 class StopsAloneAtTheLastStep(Member):
     def _commit(self):
-        if not self._is_last(self.step + 1) or not self._vote:
+        if not self._is_last(self._find_next(self.step)) or not self._vote:
             return super()._commit()
         assert self._ring
         self._apply(self.number, self._ring.total)
