@@ -15,7 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain import Run, Strategy, Text
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
@@ -159,6 +159,31 @@ def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
     check_checkpoints(islands)
 
 
+def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_path):
+    """With an outer optimizer, on islands of 1 and 2 devices; a replay from a checkpoint has the same bits."""
+    options = "--synchronisation diloco --local-steps 5 --elastic.slots 4".split()
+    (tmp_path / "one").mkdir()
+    one = Islands(warm_python, tmp_path / "one")
+    assert one.start(*options, elastic="1..1").wait(100) == 0
+    islands.pace(12)
+    islands.start(*options)
+    islands.start(*options)
+    islands.wait_for_why("joined")
+    islands.wait_for_step(9)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.start(*options, "--mesh", "data=2", "--cpu-devices", "2")
+    islands.wait_for_why("joined", 2)
+    islands.pace(1000)
+    assert sorted(each.wait(60) for each in islands.processes) == [-9, 0, 0]
+    check_lines(islands.lines(), one.lines())
+    assert [line["step"] for line in one.lines() if "train/loss" in line] == list(range(5, 121, 5))
+    assert any("lost" in epoch.why for epoch in islands.epochs())
+    assert {epoch.step % 5 for epoch in islands.epochs()} == {0}
+    replay = [*warm_python, "-m", "shardtrain", "replay", str(one.run), "--from", "40", "--to", "120"]
+    found = subprocess.run(replay, env=one.environment, capture_output=True, text=True, check=True)
+    assert "bitwise" in found.stdout
+
+
 @pytest.mark.parametrize("place", ["name", "line"])
 def test_a_chief_that_stops_between_its_last_look_and_the_write_writes_nothing(islands, alone, place):
     islands.pace(8)
@@ -228,7 +253,8 @@ def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):
     ("options", "message"),
     [
         ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
-        ({"strategy": Strategy(synchronisation=Synchronisation(by="adasum"))}, "--combine, --combine-on or"),
+        ({"strategy": Strategy(synchronisation=Synchronisation(by="int8+mean"))}, "keeps what it rounded off"),
+        ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
     ],
 )
