@@ -130,9 +130,10 @@ class GradientExchange:
         def compute(state: State, batch: Batch, first_row: jax.Array, slot: jax.Array) -> dict[str, Any]:
             key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
+            common = {**found.of_loss, "model_state": _weigh(found.model_state, found.count)}
             if self._sums:
-                return {**found.of_loss, "grads": found.grads}
-            return {**found.of_loss, **reduction.contribute(found.grads, found.count, slot)}
+                return {**common, "grads": found.grads}
+            return {**common, **reduction.contribute(found.grads, found.count, slot)}
 
         whole = NamedSharding(placement.mesh, PartitionSpec())
         self._compute = jax.jit(
@@ -150,17 +151,16 @@ class GradientExchange:
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
         """Update by the combined gradient, see `ElasticExchange`."""
-        extra: Metrics = {}
+        count, extra = total["count"], dict[str, Any]()
+        model_state = _average(total["model_state"], count, state.model_state)
+        found = Sums(total["loss_sum"], count, total["metrics"], total.get("grads"), model_state)
         if self._sums:
-            found = Sums(**total, model_state=state.model_state).of_mean_loss
+            found = found.of_mean_loss
         else:
-            loss = {name: total[name] for name in ("loss_sum", "count", "metrics")}
             combined, extra = self._reduction.reduce(total)
             params = self._placement.specs.abstract.params
-            grads = self._reduction.fragment.put(
-                jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params), combined
-            )
-            found = Sums(**loss, grads=grads, model_state=state.model_state)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            found = found._replace(grads=self._reduction.fragment.put(zeros, combined))
         metrics = {**compute_gradient_metrics(found), **extra}
 
         def apply(state: State) -> State:
@@ -195,9 +195,9 @@ class LocalStepsExchange:
 
         def finish(state: State, slot: jax.Array) -> dict[str, Any]:
             local, count = state.local, state.local.count[0]
-            weighted = jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), state.opt_state)
             found = reduction.contribute(local.drift, count, slot)
-            return {"sums": local.sums, "count": count, "opt_state": weighted, **found}
+            own = {"opt_state": state.opt_state, "model_state": local.model_state}
+            return {"sums": local.sums, "count": count, **_weigh(own, count), **found}
 
         self._begin, self._finish = jax.jit(begin), jax.jit(finish)
 
@@ -224,13 +224,12 @@ class LocalStepsExchange:
         combined, extra = self._reduction.reduce(total)
         fragment = self._reduction.fragment
         params, outer_state = apply_combined(fragment, 0, outer, state.params, state.outer_state, combined)
-
-        def average(x: jax.Array, old: jax.Array) -> jax.Array:
-            mean = x / jnp.where(count > 0, count, 1)
-            return mean if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(mean)
-
-        opt_state = jax.tree.map(average, total["opt_state"], state.opt_state)
-        new = state._replace(params=params, opt_state=opt_state, outer_state=outer_state)
+        new = state._replace(
+            params=params,
+            model_state=_average(total["model_state"], count, state.model_state),
+            opt_state=_average(total["opt_state"], count, state.opt_state),
+            outer_state=outer_state,
+        )
         # without a step that was not skipped nothing changes
         new = jax.tree.map(lambda n, old: jnp.where(count > 0, n.astype(old.dtype), old), new, state)
         step = find_next(state.step, self._synchronisation.every)
@@ -244,6 +243,21 @@ class LocalStepsExchange:
         if self._learning_rate is not None:
             metrics["learning_rate"] = self._learning_rate(step - 1)
         return new._replace(step=step), metrics
+
+
+def _weigh(tree: Any, count: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), tree)
+
+
+def _average(total: Any, count: jax.Array, like: Any) -> Any:
+    """Return the mean of what was weighed by counts; without examples, the old arrays."""
+
+    def average(x: jax.Array, old: jax.Array) -> jax.Array:
+        mean = x / jnp.where(count > 0, count, 1)
+        mean = mean if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(mean)
+        return jnp.where(count > 0, mean.astype(old.dtype), old)
+
+    return jax.tree.map(average, total, like)
 
 
 def add_outer_state(state: State, synchronisation: Synchronisation, placement: Placement) -> State:
@@ -299,10 +313,7 @@ class _Reduction:
         """
         own = self.fragment.take(tree)
         if self._by == "mean":
-            return {
-                "values": jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), own),
-                "counts": count,
-            }
+            return {"values": _weigh(own, count), "counts": count}
 
         def put(x: jax.Array) -> jax.Array:
             return jnp.zeros((self._num_slots, *x.shape), x.dtype).at[slot].set(x)

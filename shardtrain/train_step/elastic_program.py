@@ -57,8 +57,8 @@ class ElasticProgram:
       recent: number of steps done and metrics, of the newest exchanges.
 
     Raises:
-      ValueError: there are more slots than rows, the model has a state such as running statistics, slots
-        cannot be synchronised like this, stages of the mesh are unequal, or the samples are of a stream.
+      ValueError: there are more slots than rows, slots cannot be synchronised like this, statistics of the
+        model would depend on the mesh, its stages are unequal, or the samples are of a stream.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ElasticProgram:
         problems = find_exchange_problems(synchronisation)
         if num_slots > batches.batch:
             problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
-        if state.model_state:
-            problems.append("the model has a state, such as running statistics; use a norm without them")
+        if state.model_state and (problem := _find_statistics_problem(placement, batches.batch, num_slots)):
+            problems.append(problem)
         if not placement.synchronisation.is_mean:
             problems.append("the replicas of its mesh are combined by another combiner; use the mean there")
         if state.loss_scale and synchronisation.on_deltas:
@@ -176,6 +176,22 @@ class ElasticProgram:
 
     def _load(self, step: int, slot: int) -> Any:
         return self._loaders[slot].batches.load(self.find_position(step))
+
+
+def _find_statistics_problem(placement: Placement, rows: int, num_slots: int) -> str:
+    """Return why statistics over the rows of a slot would depend on the mesh; "" if they do not."""
+    sizes, layout = placement.mesh.shape, placement.layout
+    if replicas := [axis for axis in layout.replica_axes if sizes[axis] > 1]:
+        return (
+            "the model has a state, such as statistics of a batch, which replicas of the mesh would compute"
+            f" of parts of a slot; use a mesh without {', '.join(replicas)}"
+        )
+    if rows % (num_slots * RowSplit.of(sizes, layout.batch_axes).multiple):
+        return (
+            "the model has a state, such as statistics of a batch, in which rows of padding would count; use"
+            f" a batch that {num_slots} slots divide, and the mesh then too, instead of {rows} rows"
+        )
+    return ""
 
 
 def _make_loaders(batches: Batches, num_slots: int, placement: Placement) -> list[Loader]:

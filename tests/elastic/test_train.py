@@ -160,8 +160,8 @@ def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
 
 
 def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_path):
-    """With an outer optimizer, on islands of 1 and 2 devices; a replay from a checkpoint has the same bits."""
-    options = "--synchronisation diloco --local-steps 5 --elastic.slots 4".split()
+    """With an outer optimizer, on islands of 1 and 2 devices; a replay from a checkpoint is bitwise equal."""
+    options = ["--synchronisation", "diloco", "--local-steps", "5", "--elastic.slots", "4"]
     (tmp_path / "one").mkdir()
     one = Islands(warm_python, tmp_path / "one")
     assert one.start(*options, elastic="1..1").wait(100) == 0
@@ -253,7 +253,10 @@ def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):
     ("options", "message"),
     [
         ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
-        ({"strategy": Strategy(synchronisation=Synchronisation(by="int8+mean"))}, "keeps what it rounded off"),
+        (
+            {"strategy": Strategy(synchronisation=Synchronisation(by="int8+mean"))},
+            "keeps what it rounded off",
+        ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
     ],
