@@ -98,6 +98,9 @@ class Outgoing(Connection):
       address: where it listens, as `tcp://HOST:PORT`.
       certificates: of the islands.
 
+    Attributes:
+      num_waiting_bytes: bytes that TCP has not taken yet.
+
     Raises:
       ValueError: the address has another form.
       OSError: it cannot be used.
@@ -113,11 +116,14 @@ class Outgoing(Connection):
         raw.connect_ex(place)
         super().__init__(raw, shake_hands(raw, certificates, peer), peer)
         self._queue: deque[bytes | memoryview] = deque()
+        self.num_waiting_bytes = 0
         self._closes = self._is_shut = False
 
     def send(self, parts: Iterable[bytes | memoryview]) -> None:
         """Send bytes as soon as there is room; they are read later, so they must not change."""
-        self._queue.extend(parts)
+        for part in parts:
+            self._queue.append(part)
+            self.num_waiting_bytes += len(part)
         if self._tls is not None:
             self._flush(self._tls)
 
@@ -155,7 +161,7 @@ class Outgoing(Connection):
                 if not self._queue:
                     break
                 tls.send(self._queue[0])  # all of it: else it raises, and must be tried again
-                self._queue.popleft()
+                self.num_waiting_bytes -= len(self._queue.popleft())
                 if self._closes:
                     self.heard_at = time.monotonic()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -33,7 +33,7 @@ from shardtrain.elastic.history import ELASTIC
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Chunk, Update, from_header, to_header, to_json
 from shardtrain.elastic.run_files import RunFiles
-from shardtrain.elastic.sockets import Transport
+from shardtrain.elastic.sockets import LEAST_WAITING_BYTES, Transport
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.5
@@ -180,6 +180,9 @@ class ElasticIsland:
         states, self._state_tree = jax.tree.flatten(program.state)
         self._state_like = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in states]
         self._packing = Packing(sums)
+        # while its state arrives, one that can catch up at all misses no more sums than the state has bytes
+        num_bytes = sum(x.size * x.dtype.itemsize for x in self._state_like)
+        self._sockets.most_waiting_bytes = max(4 * num_bytes, LEAST_WAITING_BYTES)
         self._own: tuple[int, Arrays] = -1, []
         self._speeds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._dealt_seconds = 0.0

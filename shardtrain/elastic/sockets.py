@@ -33,6 +33,9 @@ BEAT_SECONDS = 0.25
 SMALL_BYTES = 1 << 14
 """Largest number of bytes of a part that is copied, so that it is encrypted and sent with its neighbours."""
 
+LEAST_WAITING_BYTES = 1 << 28
+"""Number of bytes that may always wait for a peer."""
+
 MOST_STRANGERS = 64
 """Largest number of connections whose other end has not shown its certificate."""
 
@@ -62,6 +65,7 @@ class Transport:
 
     Attributes:
       address: where others connect to.
+      most_waiting_bytes: a peer for which more than this waits to be sent is lost.
 
     Raises:
       ValueError: the name cannot be that of a file, or `host` is no address of this host.
@@ -78,7 +82,7 @@ class Transport:
         patience_seconds: float = 10.0,
     ) -> None:
         self.name, self._expect = name, expect
-        self._patience_seconds = patience_seconds
+        self._patience_seconds, self.most_waiting_bytes = patience_seconds, LEAST_WAITING_BYTES
         self._certificates = Certificates(name, files)
         self._peers: dict[str, Outgoing] = {}
         self._others: list[Connection] = []  # incoming ones, and those that are closed soon
@@ -143,7 +147,12 @@ class Transport:
             for is_small, run in groupby(parts, lambda part: len(part) <= SMALL_BYTES):
                 some = list(run)
                 self._peers[peer].send([b"".join(some)] if is_small else some)
-            self._watch(self._peers[peer])
+            if self._peers[peer].num_waiting_bytes > self.most_waiting_bytes:
+                self._lose(
+                    peer, f"more than {self.most_waiting_bytes:,} bytes wait for it, as it is too slow"
+                )
+            else:
+                self._watch(self._peers[peer])
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Return whole messages and losses, in order of each peer; wait for the first one, or for `wake`."""

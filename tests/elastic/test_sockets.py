@@ -90,6 +90,25 @@ def spawned(tmp_path):
         process.stdout.close()
 
 
+def test_a_peer_for_which_too_much_waits_is_lost(opened):
+    a, b = opened("a", patience_seconds=60.0), opened("b")
+    a.connect([address_of(b)])
+    a.most_waiting_bytes = 1 << 22
+    array = np.zeros(1 << 20, np.uint8)
+    found = []
+    while not found:
+        # b takes nothing
+        a.send("b", {"shape": array.shape, "dtype": "uint8"}, [array])
+        found += a.receive(0.01)
+    (lost,) = found
+    assert isinstance(lost, Lost)
+    assert lost.reason == "more than 4,194,304 bytes wait for it, as it is too slow"
+    # and b is refused, with the reason
+    b.connect([address_of(a)])
+    (lost,) = wait(b, lambda event: isinstance(event, Lost), others=[a])
+    assert "it is too slow" in lost.reason
+
+
 def test_messages_of_a_peer_come_whole_and_in_order(opened):
     a, b = opened("a"), opened("b")
     a.connect([address_of(a), address_of(b)])

@@ -3,6 +3,7 @@
 Each line that it prints begins with the clock of the host.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -116,8 +117,8 @@ if __name__ == "__main__":
         num_slots=SLOTS, num_steps=steps, every=KINDS[kind], found_seconds=3.0, minority_seconds=1.0
     )
     island = ElasticIsland(
-        folder, program, membership, save_every=20, host="127.0.0.1", patience_seconds=PATIENCE_SECONDS,
-        report=say,
+        folder, program, membership, save_every=20, host=os.environ.get("SHARDTRAIN_ADDRESS", "127.0.0.1"),
+        patience_seconds=PATIENCE_SECONDS, report=say,
     )  # fmt: skip
     say(f"name {island.member.me.name}")
     with island:
