@@ -4,9 +4,10 @@
 
 Three processes on this host. A step waits for some time, as if a device computed, or keeps its core busy with
 --work; then gradients are summed. One row of a batch is a slot, one for each island. Each round launches all
-sides in another order. MPI: an allreduce of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and
-nothing else of a step of `train`, so the ratio is an upper bound. With fewer cores than islands the islands
-wait for each other's encryption too. Figures: docs/elastic.md.
+sides in another order. Islands: by TLS over TCP, as on several hosts, and by local sockets. MPI: an allreduce of MPICH
+over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of `train`, so the ratio is an
+upper bound. With fewer cores than islands the islands wait for each other's encryption too. Figures:
+docs/elastic.md.
 """
 
 import os
@@ -26,6 +27,7 @@ import tyro
 from paired import markdown, spread, take_turns
 
 ISLANDS, FIRST = 3, 10
+ISLAND_SIDES = {"islands, TLS": "tls", "islands, local": "islands"}
 TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 
 
@@ -39,7 +41,7 @@ class Options:
       work: keep the core busy instead of waiting.
       rounds: launches of each side.
       steps: of each launch; the first ten are not measured.
-      side: of one process: elastic or mpi.
+      side: of one process: islands, tls or mpi.
       folder: its run folder.
       seed: of the orders.
     """
@@ -87,9 +89,12 @@ class Toy:
 
 def run_elastic(options: Options) -> None:
     """Be one island; all wait for the others, and then take equal shares."""
+    from shardtrain.elastic import sockets
     from shardtrain.elastic.island import ElasticIsland
     from shardtrain.elastic.member import Membership
 
+    if options.side == "tls":
+        sockets.listen_local = lambda name: None
     toy = Toy(options)
     membership = Membership(num_slots=ISLANDS, num_steps=options.steps, min_members=ISLANDS)
     island = ElasticIsland(options.folder, toy, membership, host="127.0.0.1", report=lambda line: None)
@@ -125,8 +130,8 @@ def launch(options: Options, side: str) -> float:
         value = getattr(options, name)
         words += [f"--{name}", str(value[0] if isinstance(value, tuple) else value)]
     with TemporaryDirectory() as folder:
-        if side == "elastic":
-            words += ["--side", "elastic", "--folder", folder]
+        if side in ISLAND_SIDES:
+            words += ["--side", ISLAND_SIDES[side], "--folder", folder]
             islands = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(ISLANDS)]
             lines = [island.communicate()[0] for island in islands]
         else:
@@ -139,9 +144,10 @@ def launch(options: Options, side: str) -> float:
 
 def main(options: Options) -> None:
     if options.side:
-        {"elastic": run_elastic, "mpi": run_mpi}[options.side](options)
+        (run_mpi if options.side == "mpi" else run_elastic)(options)
         return
-    sides, rows = ("elastic", "MPI, TCP", "MPI, memory"), []
+    pairs, rows = {"islands, TLS": "MPI, TCP", "islands, local": "MPI, memory"}, []
+    sides = [*pairs, *pairs.values()]
     for milliseconds in options.milliseconds:
         for megabytes in options.megabytes:
             case = Options(
@@ -153,11 +159,11 @@ def main(options: Options) -> None:
                 f"{milliseconds:g}", f"{megabytes:g}",
                 *[f"{1000 * median(seconds[side]):.1f}" for side in sides],
                 *[
-                    spread([x / y for x, y in zip(seconds["elastic"], seconds[side], strict=True)])
-                    for side in sides[1:]
+                    spread([x / y for x, y in zip(seconds[side], seconds[of_mpi], strict=True)])
+                    for side, of_mpi in pairs.items()
                 ],
             ])  # fmt: skip
-    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], "/ TCP", "/ memory"]
+    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], "TLS / TCP", "local / memory"]
     sys.stdout.write(markdown(header, rows) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Messages between islands over TCP, encrypted, so that strangers can neither join, read nor send.
+"""Messages between islands, of one host or over TCP, so that strangers can neither join, read nor send.
 
 A sender is known by its certificate, which the run folder lists. What messages mean is no matter here.
 `frames.py` has their form, `connection.py` the way of a message.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardtrain.elastic.certificates import Certificates
-from shardtrain.elastic.connection import Connection, Incoming, Outgoing
+from shardtrain.elastic.connection import Connection, Incoming, Outgoing, accept_local, listen_local
 from shardtrain.elastic.frames import (
     Lost,
     Received,
@@ -62,6 +62,7 @@ class Transport:
       host: address of this host at which others reach it. None finds the one of the default route.
       patience_seconds: a peer that is silent for longer is lost. Time in which this thread was held up does
         not count.
+      is_local: use sockets of the kernel, which are not encrypted, with islands of this host and user.
 
     Attributes:
       address: where others connect to.
@@ -80,6 +81,7 @@ class Transport:
         *,
         host: str | None = None,
         patience_seconds: float = 10.0,
+        is_local: bool = True,
     ) -> None:
         self.name, self._expect = name, expect
         self._patience_seconds, self.most_waiting_bytes = patience_seconds, LEAST_WAITING_BYTES
@@ -99,11 +101,14 @@ class Transport:
             ) from None
         bound, port, *_ = self._listener.getsockname()
         self.address = f"tcp://[{bound}]:{port}" if ":" in bound else f"tcp://{bound}:{port}"
+        self._local_listener = listen_local(name) if is_local else None
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for each in (self._waker, self._woken, self._listener):
+        self._opened = [self._waker, self._woken, self._listener]
+        self._opened += [] if self._local_listener is None else [self._local_listener]
+        for each in self._opened:
             each.setblocking(False)
-        for each in (self._woken, self._listener):
+        for each in self._opened[1:]:
             self._selector.register(each, selectors.EVENT_READ)
 
     def connect(self, peers: Iterable[PeerAddress]) -> None:
@@ -122,7 +127,9 @@ class Transport:
                 self._events.append(self._lost[name])
             elif name not in self._peers:
                 try:
-                    self._peers[name] = Outgoing(name, peer.address, self._certificates)
+                    self._peers[name] = Outgoing(
+                        name, peer.address, self._certificates, is_local=self._local_listener is not None
+                    )
                 except (OSError, ValueError) as error:
                     self._lose(name, f"the address {short(peer.address)} cannot be used: {error}")
                 else:
@@ -178,8 +185,8 @@ class Transport:
             self._pump(BEAT_SECONDS)
         for each in list(self._others):
             self._drop(each)
-        for each in (self._selector, self._listener, self._waker, self._woken):
-            each.close()
+        for opened in (self._selector, *self._opened):
+            opened.close()
 
     def _pump(self, timeout_seconds: float) -> None:
         """Wait for something to arrive, and do what can be done."""
@@ -194,13 +201,14 @@ class Transport:
                 self._woken.recv(4096)
                 self._is_woken = True
             else:
-                self._accept()
+                self._accept(key.fileobj)
         if time.monotonic() >= self._beat_at + BEAT_SECONDS:
             self._beat()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: Any) -> None:
         with suppress(OSError):  # gone again
-            raw, _ = self._listener.accept()
+            raw, _ = listener.accept()
+            raw = accept_local(raw) if listener is self._local_listener else raw
             strangers = [each for each in self._others if not each.is_made]
             if len(strangers) >= MOST_STRANGERS:
                 raw.close()

@@ -19,13 +19,16 @@ import numpy as np
 import pytest
 
 from shardtrain.elastic.certificates import Certificates
-from shardtrain.elastic.connection import parse_address
+from shardtrain.elastic.connection import LocalSocket, parse_address
 from shardtrain.elastic.frames import CHUNK_BYTES, LENGTH, MOST_HEADER_BYTES, Lost, Received, encode_header
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.elastic.sockets import Transport, find_host
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_peer.py"
 PATIENCE_SECONDS = 1.0
+
+
+both_ways = pytest.mark.parametrize("opened", [False, True], indirect=True, ids=["tcp", "local"])
 
 
 def expect(peer, header):
@@ -50,12 +53,14 @@ def wait(transport, is_last=lambda event: True, seconds=10.0, others=()):
 
 
 @pytest.fixture
-def opened(tmp_path):
+def opened(tmp_path, request):
     """Return a function that opens a transport of this process."""
+    is_local = getattr(request, "param", False)
     with ExitStack() as stack:
 
         def open_one(name, **options):
             options = {"host": "127.0.0.1", "patience_seconds": PATIENCE_SECONDS} | options
+            options = {"is_local": is_local} | options
             transport = Transport(name, RunFiles(tmp_path), expect, **options)
             stack.callback(transport.close)
             return transport
@@ -90,6 +95,26 @@ def spawned(tmp_path):
         process.stdout.close()
 
 
+def test_islands_of_one_host_and_user_need_no_encryption(opened, monkeypatch):
+    a, b = opened("a", is_local=True), opened("b", is_local=True)
+    a.connect([address_of(b)])
+    a.send("b", {"hello": 1})
+    wait(b, others=[a])
+    assert isinstance(a._peers["b"]._channel, LocalSocket)
+    # those of another user, as the kernel says
+    c = opened("c", is_local=True)
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    c.connect([address_of(a)])
+    c.send("a", {"hello": 2})
+    (found,) = wait(a, others=[c])
+    assert isinstance(found, Received)
+    assert isinstance(c._peers["a"]._channel, ssl.SSLSocket)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0shardtrain/{a.name}")
+        a.receive(0.1)
+        assert stranger.recv(1) == b""
+
+
 def test_a_peer_for_which_too_much_waits_is_lost(opened):
     a, b = opened("a", patience_seconds=60.0), opened("b")
     a.connect([address_of(b)])
@@ -109,6 +134,7 @@ def test_a_peer_for_which_too_much_waits_is_lost(opened):
     assert "it is too slow" in lost.reason
 
 
+@both_ways
 def test_messages_of_a_peer_come_whole_and_in_order(opened):
     a, b = opened("a"), opened("b")
     a.connect([address_of(a), address_of(b)])
@@ -131,6 +157,7 @@ def test_messages_of_a_peer_come_whole_and_in_order(opened):
         assert between.header == {"text": "between"}
 
 
+@both_ways
 def test_a_killed_process_is_lost_at_once(opened, spawned):
     a = opened("a", patience_seconds=60.0)
     process, _ = spawned("b", a)
@@ -144,6 +171,7 @@ def test_a_killed_process_is_lost_at_once(opened, spawned):
     assert a.receive(0.0) == [lost]
 
 
+@both_ways
 def test_a_frozen_process_is_lost_after_the_patience_and_finds_itself_out(opened, spawned):
     a = opened("a")
     process, _ = spawned("b", a)
@@ -312,6 +340,7 @@ def test_wrong_frames_lose_the_peer_and_nothing_else(opened, kind):
     assert (received.peer, received.header) == ("c", {"hello": 1})
 
 
+@both_ways
 def test_a_large_array_takes_bounded_memory(opened, spawned):
     array = np.ones(256 << 20, np.uint8)  # takes long beside other tests, in which nothing would be sent
     a = opened("a", patience_seconds=60.0)
@@ -322,6 +351,7 @@ def test_a_large_array_takes_bounded_memory(opened, spawned):
     assert received.header["peak"] < array.nbytes + (8 << 20)
 
 
+@both_ways
 def test_what_a_slow_peer_does_not_read_waits_at_the_sender(opened):
     a, b = opened("a", patience_seconds=60.0), opened("b")
     a.connect([address_of(b)])
@@ -350,6 +380,7 @@ def test_another_thread_wakes_receive(opened):
     assert time.monotonic() - began < 10
 
 
+@both_ways
 def test_what_was_sent_arrives_before_a_connection_is_closed(opened):
     a, b = opened("a"), opened("b")
     a.connect([address_of(b)])
