@@ -4,9 +4,9 @@
 
 Three processes on this host. A step waits for some time, as if a device computed, or keeps its core busy with
 --work; then gradients are summed. One row of a batch is a slot, one for each island. Each round launches all
-sides in another order. Islands: by TLS over TCP, as on several hosts, and by local sockets. MPI: an allreduce of MPICH
-over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of `train`, so the ratio is an
-upper bound. With fewer cores than islands the islands wait for each other's encryption too. Figures:
+sides in another order. Islands: by TLS over TCP, as on several hosts, and by local sockets. MPI: an allreduce
+of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of `train`, so the
+ratio is an upper bound. With fewer cores than islands they wait for each other's encryption too. Figures:
 docs/elastic.md.
 """
 

@@ -41,8 +41,8 @@ def main() -> None:
         def start() -> None:
             words = [sys.executable, "-m", "shardtrain", "train", *SIZE.split(), "--run-dir", str(run)]
             environment = {**os.environ, "SHARDTRAIN_ADDRESS": "127.0.0.1"}
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            islands.append(subprocess.Popen(words, env=environment, **quiet))
+            none = subprocess.DEVNULL
+            islands.append(subprocess.Popen(words, env=environment, stdout=none, stderr=none))
 
         def find_names() -> tuple[str, ...]:
             has_begun = (run / "elastic/epochs/1.json").exists()

@@ -10,7 +10,15 @@ from typing import Any
 
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.epoch_files import parse_epoch
-from shardtrain.elastic.run_files import ALIVE, EPOCHS, MEMBERS, MOST_EPOCH_BYTES, list_checkpoints
+from shardtrain.elastic.run_files import (
+    ALIVE,
+    EPOCHS,
+    MEMBERS,
+    MOST_EPOCH_BYTES,
+    MOST_PLAIN_BYTES,
+    PLAIN,
+    list_checkpoints,
+)
 from shardtrain.system.untrusted_files import read_bytes, read_json
 
 ELASTIC = "elastic"
@@ -29,6 +37,7 @@ class History:
       alive: member -> the last time at which it showed that it is alive, about once a second.
       members: island -> its own description: host, mesh, device and others; nothing of it is checked.
       saved: the last step of a checkpoint in `RUN/elastic/checkpoints`; 0 without one.
+      plain: number of an epoch -> the step from which the run was continued without `--elastic`.
     """
 
     epochs: tuple[Epoch, ...]
@@ -36,6 +45,7 @@ class History:
     alive: Mapping[str, float]
     members: Mapping[str, Mapping[str, Any]]
     saved: int
+    plain: Mapping[int, int]
 
     @property
     def ended(self) -> float:
@@ -61,10 +71,12 @@ def read_history(run: Path) -> History:
       ValueError: a file has another form.
     """
     folder = run / ELASTIC
-    epochs, made = [], []
+    epochs, made, plain = [], [], {}
     while (path := folder / EPOCHS / f"{len(epochs) + 1}.json").exists():
         epochs.append(parse_epoch(read_bytes(path, MOST_EPOCH_BYTES)))
         made.append(path.stat().st_mtime)
+        if (end := path.with_suffix(PLAIN)).exists():
+            plain[len(epochs)] = int(read_bytes(end, MOST_PLAIN_BYTES))
     if not epochs:
         raise FileNotFoundError(
             f"{run} is no elastic run: it has no {folder / EPOCHS / '1.json'}; give the folder of a run that"
@@ -76,6 +88,7 @@ def read_history(run: Path) -> History:
         alive={path.name: path.stat().st_mtime for path in (folder / ALIVE).glob("[!.]*")},
         members=list_members(folder),
         saved=max([each.step for each in list_checkpoints(folder)], default=0),
+        plain=plain,
     )
 
 

@@ -4,7 +4,7 @@ A step belongs to the newest epoch that begins at it or before it, because an ep
 that the epoch before did not commit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -36,19 +36,22 @@ class LedgerLine:
         return {name: tuple(chain.from_iterable(groups)) for name, groups in self.groups.items()}
 
 
-def list_ledger(epochs: Sequence[Epoch], num_steps: int, first: int = 0) -> list[LedgerLine]:
+def list_ledger(
+    epochs: Sequence[Epoch], num_steps: int, first: int = 0, plain: Mapping[int, int] = {}
+) -> list[LedgerLine]:
     """Return the lines of committed steps.
 
     Args:
       epochs: all epochs of a run, in order.
       num_steps: number of steps that are committed.
       first: the first step to list.
+      plain: see `History.plain`; these steps have no lines.
 
     Raises:
       ValueError: an epoch is missing.
     """
     lines = []
-    for epoch, steps in zip(epochs, find_steps(epochs, num_steps), strict=True):
+    for epoch, steps in zip(epochs, find_steps(epochs, num_steps, plain), strict=True):
         step = max(first, steps.start)
         while step < steps.stop:
             repeats = epoch.number - 1 if epoch.repeats and step == epoch.step else None
@@ -59,12 +62,13 @@ def list_ledger(epochs: Sequence[Epoch], num_steps: int, first: int = 0) -> list
     return lines
 
 
-def find_steps(epochs: Sequence[Epoch], num_steps: int) -> list[range]:
+def find_steps(epochs: Sequence[Epoch], num_steps: int, plain: Mapping[int, int] = {}) -> list[range]:
     """Return the steps that each epoch committed; what came after a checkpoint that all died after is void.
 
     Args:
       epochs: all epochs of a run, in order.
       num_steps: number of steps that are committed.
+      plain: see `History.plain`.
 
     Raises:
       ValueError: an epoch is missing.
@@ -73,11 +77,16 @@ def find_steps(epochs: Sequence[Epoch], num_steps: int) -> list[range]:
     >>> steps = find_steps([found_epoch(number, Peer(name="a", address=""), 5, 1) for number in (1, 2)], 9)
     >>> [list(each) for each in steps]
     [[], [5, 6, 7, 8]]
+    >>> find_steps([found_epoch(1, Peer(name="a", address=""), 5, 1)], 9, plain={1: 7})
+    [range(5, 7)]
     """
     if [epoch.number for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise ValueError(f"a ledger needs all epochs from 1, not {[epoch.number for epoch in epochs]}")
-    ends = accumulate([num_steps, *(epoch.step for epoch in reversed(epochs))], min)
-    return [range(epoch.step, end) for epoch, end in zip(reversed(epochs), ends, strict=False)][::-1]
+    begun = [*(epoch.step for epoch in epochs), num_steps]
+    # what came before an epoch ends at its first step, or where the run was continued without islands
+    ends = [min(step, plain.get(number, step)) for number, step in enumerate(begun)][1:]
+    ends = list(accumulate(reversed(ends), min))[::-1]
+    return [range(epoch.step, end) for epoch, end in zip(epochs, ends, strict=True)]
 
 
 def _group_slots(

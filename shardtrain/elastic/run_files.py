@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardtrain.system.atomic_write import create_file, sync
+from shardtrain.system.atomic_write import create_file, replace_file, sync
 from shardtrain.system.untrusted_files import name_problem, read_bytes
 
 EPOCHS, ALIVE, CHECKPOINTS, MEMBERS = "epochs", "alive", "checkpoints", "members"
 NEW = ".new."
 """Begin of the name of a checkpoint that is being written, before the name of its island."""
+
+PLAIN, MOST_PLAIN_BYTES = ".plain", 32
+"""End of the name of a file with the step after which an epoch was continued without islands."""
 
 MOST_EPOCH_BYTES = 1 << 24
 MOST_CERTIFICATE_BYTES = 1 << 12
@@ -108,6 +111,12 @@ class RunFiles:
         while self._epoch_path(number + 1).exists():  # the listing may be old all the same
             number += 1
         return number
+
+    def mark_plain(self, step: int) -> None:
+        """Record that a run without islands that come and go continues from a step; the lowest counts."""
+        path = self._epochs / f"{self.newest()}{PLAIN}"
+        if not path.exists() or step < int(read_bytes(path, MOST_PLAIN_BYTES)):
+            replace_file(path, str(step).encode())
 
     def begun(self) -> float:
         """Return the time of the first epoch, which exists, in seconds since 1970."""

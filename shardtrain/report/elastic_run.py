@@ -91,6 +91,7 @@ class ElasticPast:
       islands: its islands, in the order in which they came.
       wall_seconds: from the first epoch to the last sign of life.
       step_seconds: of a step with the most islands; 0 if no step was committed.
+      num_plain: number of later steps that were trained without islands that come and go.
       lost_seconds: key of `CAUSES` -> seconds.
     """
 
@@ -98,6 +99,7 @@ class ElasticPast:
     islands: Sequence[IslandPast]
     wall_seconds: float
     step_seconds: float
+    num_plain: int
     lost_seconds: Mapping[str, float]
 
     @property
@@ -139,13 +141,13 @@ def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float
         islands=_list_islands(history, epochs, now),
         wall_seconds=history.ended - history.made[0],
         step_seconds=step_seconds,
+        num_plain=_count_committed(history, lines) - epochs[0].epoch.step - sum(len(x.steps) for x in epochs),
         lost_seconds=lost,
     )
 
 
 def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list[EpochPast]:
-    committed = max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
-    steps = find_steps(history.epochs, committed)
+    steps = find_steps(history.epochs, _count_committed(history, lines), history.plain)
     seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
     of_epochs = _split_lines(_join_exchanges(lines, history.epochs[-1].every), steps)
     measured = [_measure_step(each) for each in of_epochs]
@@ -170,6 +172,10 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
             )
         )
     return found
+
+
+def _count_committed(history: History, lines: Sequence[Mapping[str, float]]) -> int:
+    return max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
 
 
 def _find_end(history: History, index: int) -> float:
@@ -205,7 +211,7 @@ def _split_lines(lines: Sequence[Mapping[str, float]], steps: Sequence[range]) -
     begun = [(each.start, index) for index, each in enumerate(steps) if each]
     for before, line in pairwise([{"step": -1}, *lines]):
         place = bisect_left(begun, (line["step"], 0)) - 1
-        if place >= 0:
+        if place >= 0 and line["step"] <= steps[begun[place][1]].stop:
             start, index = begun[place]
             number = line["step"] - before["step"] if before["step"] >= start else 0
             found[index].append((int(number), line))
@@ -324,9 +330,11 @@ def past_text(past: ElasticPast) -> str:
         ]
         for each in past.islands
     ]
+    plain = f"; {past.num_plain:,} more steps were trained without --elastic" if past.num_plain else ""
     return (
         f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)},"
-        f" {sum(repeated.values())} of them repeated; {len(past.islands)} islands, {most} at most at once\n"
+        f" {sum(repeated.values())} of them repeated; {len(past.islands)} islands, {most} at most at"
+        f" once{plain}\n"
         + table_text(["epoch", "after", "first step", "islands", "repeated steps", "why"], epochs)
         + table_text(["island", "host", "mesh", "came", "gone", "why", "slots", "share of rows"], islands)
         + _time_text(past)

@@ -29,7 +29,7 @@ from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
-from shardtrain.elastic.run_files import RunFiles
+from shardtrain.elastic.run_files import EPOCHS, RunFiles
 from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
@@ -415,6 +415,12 @@ class ElasticRun:
             self._output.note(text)
         elif text.startswith("joins ") or name in text:
             terminal.err(f"{name}: {text}\n")
+
+
+def mark_plain(folder: Path, step: int) -> None:
+    """Record that a run continues from a step without `--elastic`, if it had islands that came and went."""
+    if (folder / ELASTIC / EPOCHS / "1.json").exists():
+        RunFiles(folder / ELASTIC).mark_plain(step)
 
 
 class ElasticSinks:

@@ -87,7 +87,13 @@ def replay_run(
     if first not in (0, *readers):
         raise ValueError(f"step {first} has no checkpoint in {folder}; give one of {sorted(readers)}, or 0")
     epochs = select_past(history.epochs, readers, first, last)
-    names = {name for line in list_ledger(epochs, last, first) for name in line.groups}
+    lines = list_ledger(epochs, last, first, history.plain)
+    if plain := sorted(set(range(first, last)) - {line.step for line in lines}):
+        raise ValueError(
+            f"steps {plain[0]} to {plain[-1] + 1} were trained without --elastic, and islands have no part in"
+            " them; give steps before or after"
+        )
+    names = {name for line in lines for name in line.groups}
     unknown = sorted(name for name in names if not history.find_mesh(name))
     refuse(f"{folder / ELASTIC} does not describe the meshes of these members", unknown)
     meshes = {name: tuple(history.find_mesh(name).items()) for name in sorted(names)}

@@ -25,7 +25,7 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.elastic_run import ElasticSinks
+from shardtrain.trainer.elastic_run import ElasticSinks, mark_plain
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
@@ -204,6 +204,8 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             )
             if prepared.elastic is None:
                 start = find()
+                if prepared.coordination.is_first:
+                    mark_plain(prepared.folder, start.step)
             else:
                 prepared.elastic.asked = stop.asked
                 start = prepared.elastic.join(prepared.facts, prepared.init, find, session.checkpoints)

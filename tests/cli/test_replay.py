@@ -101,6 +101,11 @@ def test_steps_are_replayed_and_compared(folder, replay):
     code, _, err = replay(2, 3)
     assert code == 2
     assert "step 2 has no checkpoint" in err
+    for step in (5, 4, 5):
+        RunFiles(folder / "run" / "elastic").mark_plain(step)
+    code, _, err = replay(3, 6)
+    assert code == 2
+    assert "steps 4 to 6 were trained without --elastic" in err
     (folder / "run" / "elastic" / "members" / "b.json").unlink()
     code, _, err = replay(1, 3)
     assert code == 2

@@ -112,8 +112,11 @@ class Array:
         found = json.loads(record.read_text()) if record.exists() else {"code": 0}
         if found["code"] is not None:
             return False
+        try:
+            os.kill(found["pid"], signal.SIGUSR1)
+        except ProcessLookupError:  # it has just ended
+            return False
         self.counts["time limit"] += 1
-        os.kill(found["pid"], signal.SIGUSR1)
         return True
 
     @property

@@ -17,6 +17,7 @@ from shardtrain import Run, Strategy, Text
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.history import read_history
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -230,6 +231,11 @@ def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):
     assert sum(epoch.founded for epoch in islands.epochs()) == 2
     assert f"resumed from step {step}" in islands.output(again)
     check_lines(islands.lines(), alone)
+    # a plain run continues it, which is no work of islands
+    assert islands.start("--steps", "122", elastic="").wait(60) == 0
+    assert [line["step"] for line in islands.lines()] == list(range(1, 123))
+    history = read_history(islands.run)
+    assert history.plain == {len(history.epochs): 120}
 
 
 def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):

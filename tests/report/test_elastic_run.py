@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -37,8 +38,14 @@ def test_each_second_is_accounted_for():
         alive=ALIVE,
         members={"b": {"host": "one", "mesh": {"data": 2}}, "c": {"mesh": "?"}},
         saved=35,
+        plain={},
     )
+    # two of the steps were done by a run without islands that come and go
+    after = summarize(replace(history, plain={5: 38}), LINES, now=1000.0)
+    assert (after.num_steps, after.num_plain, after.epochs[-1].steps) == (38, 2, range(35, 38))
+    assert "at once; 2 more steps were trained without --elastic\n" in past_text(after)
     past = summarize(history, LINES, now=1000.0)
+    assert past.num_plain == 0
     assert (past.num_steps, past.step_seconds, past.wall_seconds) == (40, 0.5, 110.0)
     assert past.goodput == pytest.approx(40 * 0.5 / 110)
     assert past.lost_seconds == pytest.approx(
