@@ -60,8 +60,7 @@ def opened(tmp_path, request):
 
         def open_one(name, **options):
             options = {"host": "127.0.0.1", "patience_seconds": PATIENCE_SECONDS} | options
-            options = {"is_local": is_local} | options
-            transport = Transport(name, RunFiles(tmp_path), expect, **options)
+            transport = Transport(name, RunFiles(tmp_path), expect, **{"is_local": is_local, **options})
             stack.callback(transport.close)
             return transport
 
