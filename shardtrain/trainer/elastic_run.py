@@ -25,7 +25,7 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
-from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.epoch_files import find_chiefs, list_epochs
 from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
@@ -53,7 +53,7 @@ from shardtrain.trainer.synchronisation import compute_fingerprints
 if TYPE_CHECKING:
     from shardtrain.elastic.island import ElasticIsland
 
-FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
+FACTS, MOST_FACTS_BYTES = "facts-{}.json", 1 << 24
 KEPT_LINES = 64
 """Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
 
@@ -276,7 +276,7 @@ class ElasticRun:
         Raises:
           ValueError: the diff.
         """
-        path = self._folder / ELASTIC / FACTS
+        path = self._folder / ELASTIC / FACTS.format(self._find_founded())
         found = read_json(path, MOST_FACTS_BYTES)
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
@@ -284,6 +284,11 @@ class ElasticRun:
         title = f"this island cannot join the run in {self._folder}:"
         if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
+
+    def _find_founded(self) -> int:
+        """Return the number of the newest epoch for which the founder has written its facts; 0 if none."""
+        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
+        return max((int(text) for text in texts if text.isdecimal()), default=0)
 
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; void ones are deleted."""
@@ -305,15 +310,17 @@ class ElasticRun:
             if not is_valid(each.step, each.extra.get(ELASTIC)):
                 delete(each.folders[0])
 
-    def revoke(self) -> None:
-        """Take over the checkpoints from earlier chiefs, which can finish no save after this."""
-        self._checkpoints.checkpoints.revoke_others()
+    def revoke(self, number: int) -> None:
+        """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
+        self._checkpoints.checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
         # an earlier chief may have finished a save since `find`
         self._drop_void()
-        replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
+        # of this epoch: one that was frozen here must not change those of a later founder
+        path = self._folder / ELASTIC / FACTS.format(self.island.member.number)
+        replace_file(path, json.dumps(self._facts).encode())
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
         self._program.state = None
