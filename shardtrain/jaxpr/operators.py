@@ -1,0 +1,339 @@
+"""Name the operators of a traced loss, and constrain their operands and results to shardings of their own.
+
+An operator is a matrix product, a convolution or a lookup in a parameter. A mesh axis splits at most one of
+its dims, so its backward pass, which jax derives with the same constraints, is split alike. Next: `dims.py`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from posixpath import commonpath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import PartitionSpec
+
+from shardtrain.errors.messages import near, refuse
+from shardtrain.jaxpr.dims import find_moves, find_summed
+from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, split_operands
+from shardtrain.jaxpr.forward import bind, forward
+from shardtrain.jaxpr.scan_pieces import run_steps
+from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
+
+KINDS = ("conv_general_dilated", "dot_general", "gather")
+"""Primitives of operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of a traced loss.
+
+    Args:
+      name: path of its parameter, or of the module from which its operands come, then its primitive, and a
+        number if several have this name.
+      dims: size of each dim that may be split: "0", "1" of its result, "sum0" of what it sums over.
+      operands: the names of the dims of each operand; "" for a dim that is not split.
+      weight: the number of the operand that is a parameter; None without one.
+      path: of this parameter, or of the module.
+      num_blocks: steps of the scan that it is in; 0 outside of scans.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    operands: tuple[tuple[str, ...], ...]
+    weight: int | None
+    path: str
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of the program.
+
+    Args:
+      array: the array.
+      path: of the parameter, or of the module that computed it.
+      is_weight: whether it depends on parameters and constants only.
+      maker: name of the newest operator whose result it is, up to elementwise operations.
+    """
+
+    array: Any
+    path: str | None = None
+    is_weight: bool = False
+    maker: str = ""
+
+
+def split_key(key: str) -> tuple[str, range | None]:
+    """Split a key of a table into the name of an operator and the blocks of a scan.
+
+    >>> split_key("blocks/up/kernel:dot_general[2-5]"), split_key("head/kernel:dot_general")
+    (('blocks/up/kernel:dot_general', range(2, 6)), ('head/kernel:dot_general', None))
+    """
+    found = re.fullmatch(r"(.*)\[(\d+)(?:-(\d+))?\]", key)
+    return (key, None) if found is None else (found[1], range(int(found[2]), int(found[3] or found[2]) + 1))
+
+
+@dataclass(kw_only=True)
+class OperatorPass:
+    """Computes programs with the shardings of a table, and lists their operators.
+
+    Args:
+      table: key -> shards. A key is the name of an operator, or, as in "NAME[2-5]", of some steps of a scan.
+      sizes: axis -> size.
+      scoped: whether each equation is in a named scope of the newest operator that it depends on.
+      operators: name -> operator.
+      problems: of the table, one sentence each.
+    """
+
+    table: Mapping[str, Shards] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    scoped: bool = False
+    operators: dict[str, Operator] = field(default_factory=dict)
+    problems: dict[str, None] = field(default_factory=dict)
+    _named: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _paths: frozenset[str] = frozenset()
+    _outer: tuple[int, ...] = ()
+    _num_blocks: int = 0
+    _block: int | None = None
+
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+        """Return the outputs of a program.
+
+        Args:
+          closed: the program.
+          inputs: its inputs, of which the first are parameters.
+          paths: paths of these parameters.
+        """
+        self._paths = frozenset(paths)
+        values = [_Value(x, path, True) for x, path in zip(inputs, paths, strict=False)]
+        values += [_Value(x) for x in inputs[len(values) :]]
+        return [value.array for value in self._evaluate(closed, values)]
+
+    def check(self) -> None:
+        """Refuse keys that name no operator, and shards that do not fit their operator.
+
+        Raises:
+          ValueError: lists them.
+        """
+        for key in self.table:
+            name, blocks = split_key(key)
+            if name not in self.operators:
+                self.problems[f"there is no operator {near(name, self.operators)}"] = None
+            elif blocks and blocks.stop > (number := self.operators[name].num_blocks):
+                text = f"{key} has blocks up to {blocks.stop - 1}, and a scan computes {number}"
+                self.problems[f"{text}; use 0 to {number - 1}" if number else f"{text}; leave them out"] = (
+                    None
+                )
+        refuse("the operators of the layout do not fit the model", list(self.problems))
+
+    def _evaluate(self, closed: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
+        consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+        def constant(v: Any) -> _Value:
+            return _Value(v.val if isinstance(v, Literal) else consts[v], is_weight=True)
+
+        return forward(closed, values, self._compute, constant)
+
+    def _compute(self, equation: Any, values: list[_Value]) -> Sequence[_Value]:
+        name = equation.primitive.name
+        if (called := find_call(equation, (*CALLS, *REMATS, "scan"))) is not None:
+            before, self._outer = self._outer, (*self._outer, id(equation))
+            found = self._compute_call(equation, called, values)
+            self._outer = before
+            return found
+        path = _join([value.path for value in values if value.path is not None])
+        is_weight = all(value.is_weight for value in values)
+        if name in KINDS and not is_weight and (operator := self._find_operator(equation, values, path)):
+            inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
+            return [_Value(self._constrain(equation, values, operator), inside, maker=operator.name)]
+        maker = max((value.maker for value in values), key=self._number, default="")
+        if name == "sharding_constraint" and self._find_shards(maker) is not None:
+            return values
+        with self._scope(maker):
+            arrays = bind(equation, [value.array for value in values])
+        return [_Value(x, path, is_weight, maker) for x in arrays]
+
+    def _compute_call(self, equation: Any, called: ClosedJaxpr, values: list[_Value]) -> Sequence[_Value]:
+        if equation.primitive.name in CALLS:
+            return self._evaluate(called, values)
+        arrays = [value.array for value in values]
+        if equation.primitive.name != "scan":
+            traced, found = self._trace(called, values)
+            new = equation.replace(params={**equation.params, "jaxpr": traced.jaxpr})
+            return [replace(v, array=x) for v, x in zip(found, bind(new, arrays), strict=True)]
+        before, (self._block, self._num_blocks) = (
+            (self._block, self._num_blocks),
+            (0, equation.params["length"]),
+        )
+        steps, found = self._trace(called, values)
+        consts, carry, rows = split_operands(equation, arrays)
+        stacks: list[list[Any]] = []
+        for start, end in self._find_segments(reverse=equation.params["reverse"]):
+            self._block = start
+            steps = self._trace(called, values)[0] if start else steps
+            new = equation.replace(params={**equation.params, "jaxpr": steps})
+            part = [x[start:end] for x in rows] if end - start < self._num_blocks else rows
+            carry, stack = run_steps(new, consts, carry, part, end - start)
+            stacks.append(stack)
+        self._block, self._num_blocks = before
+        ordered = stacks[:: -1 if equation.params["reverse"] else 1]
+        stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*ordered, strict=True)]
+        return [replace(v, array=x) for v, x in zip(found, [*carry, *stacked], strict=True)]
+
+    def _find_segments(self, *, reverse: bool) -> list[tuple[int, int]]:
+        """Return the first block, and the one after the last, of runs of equally sharded blocks of a scan."""
+        depth = len(self._outer)
+        inside = {name for key, name in self._named.items() if key[:depth] == self._outer}
+        ranges = [
+            blocks for key in self.table for name, blocks in [split_key(key)] if blocks and name in inside
+        ]
+        ends = {0, self._num_blocks, *(end for each in ranges for end in (each.start, each.stop))}
+        found = list(pairwise(sorted(end for end in ends if end <= self._num_blocks)))
+        return found[:: -1 if reverse else 1]
+
+    def _trace(self, called: ClosedJaxpr, values: Sequence[_Value]) -> tuple[ClosedJaxpr, list[_Value]]:
+        """Trace a program with constraints; return it, and values that describe its outputs."""
+        found: list[_Value] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            given = [replace(v, array=x) for v, x in zip(values, arrays, strict=True)]
+            found[:] = self._evaluate(called, given)
+            return [value.array for value in found]
+
+        return jax.make_jaxpr(run)(*called.in_avals), found
+
+    def _find_operator(self, equation: Any, values: Sequence[_Value], path: str) -> Operator | None:
+        """Return the operator of an equation; None if it is none."""
+        kind, params, shapes = (
+            equation.primitive.name,
+            equation.params,
+            [v.aval.shape for v in equation.invars],
+        )
+        both = range(2)
+        weight = next((i for i in both if values[i].is_weight and values[i].path is not None), None)
+        moves, summed = [dict(find_moves(equation, i)) for i in both], find_summed(equation)
+        if kind == "gather":
+            if weight != 0 or any(params["slice_sizes"][dim] != shapes[0][dim] for dim in moves[0]):
+                return None
+        elif kind == "conv_general_dilated":
+            # neighbours in space need each other, and XLA splits groups wrongly (docs/xla)
+            left, right, out = params["dimension_numbers"]
+            moves = [{left[0]: out[0]}, {right[0]: out[1]}]
+            if params["feature_group_count"] * params["batch_group_count"] > 1:
+                moves[1], summed = {}, []
+        shape = equation.outvars[0].aval.shape
+        dims = {str(to): shape[to] for to in sorted({to for move in moves for to in move.values()})}
+        named = [{dim: str(to) for dim, to in move.items()} for move in moves]
+        for number, each in enumerate(summed):
+            for i, dim in each.items():
+                named[i][dim] = f"sum{number}"
+                dims[f"sum{number}"] = shapes[i][dim]
+        key = (*self._outer, id(equation))
+        path = path if weight is None else values[weight].path or ""
+        if key not in self._named:
+            base = f"{path}:{kind}"
+            number = sum(name.startswith(f"{base}:") or name == base for name in self.operators) + 1
+            self._named[key] = base if number == 1 else f"{base}:{number}"
+        found = Operator(
+            name=self._named[key],
+            dims=dims,
+            operands=tuple(tuple(named[i].get(dim, "") for dim in range(len(shapes[i]))) for i in both),
+            weight=weight,
+            path=path,
+            num_blocks=self._num_blocks,
+        )
+        self.operators[found.name] = found
+        return found
+
+    def _find_shards(self, name: str) -> Shards | None:
+        """Return the shards of an operator in this block; None if the table has none."""
+        ranges = (
+            shards
+            for key, shards in self.table.items()
+            for own, blocks in [split_key(key)]
+            if blocks is not None and own == name and self._block in blocks
+        )
+        return next(ranges, self.table.get(name))
+
+    def _constrain(self, equation: Any, values: Sequence[_Value], operator: Operator) -> jax.Array:
+        """Compute an operator with the shards of the table, if they fit."""
+        shards, arrays = self._find_shards(operator.name), [value.array for value in values]
+        problems = (
+            [] if shards is None else find_shard_problems(operator.name, operator.dims, shards, self.sizes)
+        )
+        self.problems.update(dict.fromkeys(problems))
+        with self._scope(operator.name):
+            if shards is None or problems:
+                return bind(equation, arrays)[0]
+            given = [
+                lax.with_sharding_constraint(x, make_spec(dims, shards))
+                for x, dims in zip(arrays, operator.operands, strict=True)
+            ]
+            (result,) = bind(equation, given)
+            return lax.with_sharding_constraint(result, make_spec(map(str, range(result.ndim)), shards))
+
+    def _number(self, name: str) -> int:
+        """Return the place of an operator in the program."""
+        return list(self.operators).index(name) if name else -1
+
+    def _scope(self, name: str) -> AbstractContextManager[Any]:
+        return jax.named_scope(f"{SCOPE}{name}") if self.scoped and name else nullcontext()
+
+
+SCOPE = "operator "
+"""Begins the named scope of the equations of an operator."""
+
+
+def make_spec(dims: Iterable[str], shards: Shards) -> PartitionSpec:
+    """Return the spec of an array whose dims have these names.
+
+    >>> make_spec(("0", "sum0"), {"data": "0", "tensor": "sum0"}) == PartitionSpec("data", "tensor")
+    True
+    """
+    return PartitionSpec(*(find_axes(dim, shards) or None for dim in dims))
+
+
+def _join(paths: Sequence[str]) -> str | None:
+    """Return the module that contains all of these; None without any."""
+    return commonpath(paths) if paths else None
+
+
+def shard_operators(
+    function: Callable[..., Any],
+    table: Mapping[str, Shards],
+    sizes: Mapping[str, int],
+    *,
+    strict: bool = True,
+) -> Callable[..., Any]:
+    """Return a function (parameters, ...) that computes the operators of a table with their shardings.
+
+    Args:
+      function: the loss, of a tree of parameters and any other arguments.
+      table: see `OperatorPass`.
+      sizes: axis -> size of the mesh, which is set while it is traced.
+      strict: whether to refuse keys that name no operator of this function.
+
+    Raises:
+      ValueError: (when it is traced) lists all that does not fit.
+    """
+    if not table:
+        return function
+
+    def compute(params: Any, *rest: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *rest)
+        each = OperatorPass(table=table, sizes=sizes)
+        paths = [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree.leaves_with_path(params)
+        ]
+        found = each.run(traced, jax.tree.leaves((params, *rest)), paths)
+        if strict:
+            each.check()
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return compute
