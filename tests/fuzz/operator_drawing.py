@@ -25,7 +25,12 @@ def draw_operator_case(case: Case, number: int) -> Case:
     names = sorted(rng.sample(("data", "fsdp", "tensor"), len(sizes)))
     remat = case.remat if case.remat in (None, "full", "dots", "none") else None
     mesh = dict(zip(names, sizes, strict=True))
-    return replace(case, mesh=mesh, layout={}, remat=remat, operators=number + 1, shares=(), packed=False)
+    accumulate = min(case.accumulate, 2)
+    case = replace(case, accumulate=accumulate, rows=16 * accumulate, samples=0, shares=(), packed=False)
+    layout = {"unnamed": "replicate"} if case.names == "none" else {}
+    return replace(
+        case, mesh=mesh, layout=layout, remat=remat, operators=number + 1, schedule="1f1b", virtual=1
+    )
 
 
 def with_operators(case: Case, run: Run, samples: list[dict[str, np.ndarray]]) -> Run:
