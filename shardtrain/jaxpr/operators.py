@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.errors.messages import near, refuse
 from shardtrain.jaxpr.dims import find_moves, find_summed
-from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, split_operands
+from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, scan_counts, split_operands
 from shardtrain.jaxpr.forward import bind, forward
 from shardtrain.jaxpr.scan_pieces import run_steps
 from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
@@ -110,6 +110,8 @@ class OperatorPass:
           paths: paths of these parameters.
         """
         self._paths = frozenset(paths)
+        for found in (self.operators, self.problems, self._named):
+            found.clear()
         values = [_Value(x, path, True) for x, path in zip(inputs, paths, strict=False)]
         values += [_Value(x) for x in inputs[len(values) :]]
         return [value.array for value in self._evaluate(closed, values)]
@@ -170,12 +172,16 @@ class OperatorPass:
             (self._block, self._num_blocks),
             (0, equation.params["length"]),
         )
-        steps, found = self._trace(called, values)
+        num_consts, num_carried = scan_counts(equation)
+        # later blocks read what the block before made
+        _, found = self._trace(called, values)
+        for number, made in enumerate(found[:num_carried], num_consts):
+            values[number] = replace(values[number], maker=made.maker or values[number].maker)
         consts, carry, rows = split_operands(equation, arrays)
         stacks: list[list[Any]] = []
         for start, end in self._find_segments(reverse=equation.params["reverse"]):
             self._block = start
-            steps = self._trace(called, values)[0] if start else steps
+            steps, found = self._trace(called, values)
             new = equation.replace(params={**equation.params, "jaxpr": steps})
             part = [x[start:end] for x in rows] if end - start < self._num_blocks else rows
             carry, stack = run_steps(new, consts, carry, part, end - start)
@@ -282,11 +288,13 @@ class OperatorPass:
         return list(self.operators).index(name) if name else -1
 
     def _scope(self, name: str) -> AbstractContextManager[Any]:
-        return jax.named_scope(f"{SCOPE}{name}") if self.scoped and name else nullcontext()
+        return jax.named_scope(f"<{name}>") if self.scoped and name else nullcontext()
 
 
-SCOPE = "operator "
-"""Begins the named scope of the equations of an operator."""
+def find_scope(equation: Any) -> str:
+    """Return the operator in whose scope an equation was traced, also if jax derived it; "" for none."""
+    found = re.findall(r"<(.*?)>", str(equation.source_info.name_stack))
+    return found[-1] if found else ""
 
 
 def make_spec(dims: Iterable[str], shards: Shards) -> PartitionSpec:
@@ -303,6 +311,24 @@ def _join(paths: Sequence[str]) -> str | None:
     return commonpath(paths) if paths else None
 
 
+def run_operators(function: Callable[..., Any], each: OperatorPass) -> Callable[..., Any]:
+    """Return a function (parameters, ...) that is computed by a pass.
+
+    Args:
+      function: the loss, of a tree of parameters and any other arguments.
+      each: the pass, which then lists the operators.
+    """
+
+    def compute(params: Any, *rest: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *rest)
+        leaves = jax.tree.leaves_with_path(params)
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        found = each.run(traced, jax.tree.leaves((params, *rest)), paths)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return compute
+
+
 def shard_operators(
     function: Callable[..., Any],
     table: Mapping[str, Shards],
@@ -310,30 +336,19 @@ def shard_operators(
     *,
     strict: bool = True,
 ) -> Callable[..., Any]:
-    """Return a function (parameters, ...) that computes the operators of a table with their shardings.
+    """Return a function that computes the operators of a table with their shardings.
 
     Args:
-      function: the loss, of a tree of parameters and any other arguments.
-      table: see `OperatorPass`.
-      sizes: axis -> size of the mesh, which is set while it is traced.
-      strict: whether to refuse keys that name no operator of this function.
-
-    Raises:
-      ValueError: (when it is traced) lists all that does not fit.
+      function, table, sizes: see `run_operators` and `OperatorPass`.
+      strict: whether to refuse a table that does not fit, when the function is traced.
     """
-    if not table:
-        return function
+    each = OperatorPass(table=table, sizes=sizes)
+    sharded = run_operators(function, each)
 
-    def compute(params: Any, *rest: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *rest)
-        each = OperatorPass(table=table, sizes=sizes)
-        paths = [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for path, _ in jax.tree.leaves_with_path(params)
-        ]
-        found = each.run(traced, jax.tree.leaves((params, *rest)), paths)
+    def compute(*arguments: Any) -> Any:
+        found = sharded(*arguments)
         if strict:
             each.check()
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        return found
 
-    return compute
+    return compute if table else function

@@ -55,7 +55,7 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
         has_rows = (batch["weights"] != 0).any()
         return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
-    # evaluation may lack an operator of training
+    # held-out losses may lack an operator
     sharded = shard_operators(replica, placement.layout.of_operators, placement.mesh.shape, strict=False)
     each = map_replicas(sharded, (None, None, None, 0, 0), placement, model.axis_name)
 

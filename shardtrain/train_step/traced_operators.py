@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Loss
-from shardtrain.functional.model import Model, group_by_path
+from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
-from shardtrain.jaxpr.operators import OperatorPass
+from shardtrain.jaxpr.operators import OperatorPass, run_operators
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.replica_sums import BoundModel
 
@@ -41,10 +41,6 @@ def trace_operators(
     def compute(params: Any, model_state: Any, rows: Any) -> Any:
         return sum_loss(loss, BoundModel(model, params, model_state, row_key(new_key(0), 0, num_rows)), rows)
 
-    def run(*arrays: Any) -> Any:
-        return each.run(traced, arrays, list(group_by_path(params)))
-
     with activation_rules(layout.rules_of_replica(), mesh, *layout.tracing):
-        traced = jax.make_jaxpr(compute)(params, model_state, rows)
-        jax.eval_shape(run, *jax.tree.leaves((params, model_state, rows)))
+        jax.eval_shape(run_operators(compute, each), params, model_state, rows)
     return each

@@ -68,7 +68,7 @@ def find_mesh(layers: Layers, found: LayerPartition) -> EquivalentMesh:
       NoMesh: no mesh does.
     """
     levels = [level.chosen for level in found.levels]
-    if not _is_even(found):
+    if not is_even(found):
         by_rows = all(split.way == TYPE_I for chosen in levels for _, split in _weighted(layers, chosen))
         islands = (
             "islands run it, which take rows by --shares" if by_rows else "the devices of a mesh are equal"
@@ -109,11 +109,11 @@ def _weighted(layers: Layers, chosen: Sequence[Split]) -> list[tuple[Layer, Spli
     return [(layer, split) for layer, split in zip(layers, chosen, strict=True) if layer.has_weights]
 
 
-def _is_even(found: LayerPartition) -> bool:
+def is_even(found: LayerPartition) -> bool:
     """Return whether the halves are equal on all levels."""
     even = all(math.isclose(split.ratio, 0.5) for split in found.chosen)
     alike = not found.halves or found.halves[0] == found.halves[1]
-    return even and alike and all(map(_is_even, found.halves[:1]))
+    return even and alike and all(map(is_even, found.halves[:1]))
 
 
 MEGATRON = "megatron"
