@@ -1,11 +1,11 @@
-"""Name the operators of a traced loss, and constrain their operands and results to shardings of their own.
+"""Name the operators of a traced loss, and let devices compute parts of each by a sharding of its own.
 
 An operator is a matrix product, a convolution or a lookup in a parameter. A mesh axis splits at most one of
-its dims, so its backward pass, which jax derives with the same constraints, is split alike. Next: `dims.py`.
+its dims. Its backward pass, which jax derives, is split alike. Next: `dims.py`, the dims of operators.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.errors.messages import near, refuse
 from shardtrain.jaxpr.dims import find_moves, find_summed
@@ -25,7 +25,8 @@ from shardtrain.jaxpr.forward import bind, forward
 from shardtrain.jaxpr.scan_pieces import run_steps
 from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
 
-KINDS = ("conv_general_dilated", "dot_general", "gather")
+CONVOLUTION, LOOKUP = "conv_general_dilated", "gather"
+KINDS = (CONVOLUTION, LOOKUP, "dot_general")
 """Primitives of operators."""
 
 
@@ -150,9 +151,10 @@ class OperatorPass:
             return found
         path = _join([value.path for value in values if value.path is not None])
         is_weight = all(value.is_weight for value in values)
-        if name in KINDS and not is_weight and (operator := self._find_operator(equation, values, path)):
+        is_kind = _find_plain(equation).primitive.name in KINDS and not is_weight
+        if is_kind and (operator := self._find_operator(equation, values, path)):
             inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
-            return [_Value(self._constrain(equation, values, operator), inside, maker=operator.name)]
+            return [_Value(self._shard(equation, values, operator), inside, maker=operator.name)]
         maker = max((value.maker for value in values), key=self._number, default="")
         if name == "sharding_constraint" and self._find_shards(maker) is not None:
             return values
@@ -215,18 +217,17 @@ class OperatorPass:
 
     def _find_operator(self, equation: Any, values: Sequence[_Value], path: str) -> Operator | None:
         """Return the operator of an equation; None if it is none."""
-        kind, params, shapes = (
-            equation.primitive.name,
-            equation.params,
-            [v.aval.shape for v in equation.invars],
-        )
+        plain, shapes = _find_plain(equation), [v.aval.shape for v in equation.invars]
+        kind, params = plain.primitive.name, plain.params
         both = range(2)
         weight = next((i for i in both if values[i].is_weight and values[i].path is not None), None)
-        moves, summed = [dict(find_moves(equation, i)) for i in both], find_summed(equation)
-        if kind == "gather":
+        moves, summed = [dict(find_moves(plain, i)) for i in both], find_summed(plain)
+        if kind == LOOKUP:
+            # each device would look up only some of the entries
+            summed = []
             if weight != 0 or any(params["slice_sizes"][dim] != shapes[0][dim] for dim in moves[0]):
                 return None
-        elif kind == "conv_general_dilated":
+        elif kind == CONVOLUTION:
             # neighbours in space need each other, and XLA splits groups wrongly (docs/xla)
             left, right, out = params["dimension_numbers"]
             moves = [{left[0]: out[0]}, {right[0]: out[1]}]
@@ -266,7 +267,7 @@ class OperatorPass:
         )
         return next(ranges, self.table.get(name))
 
-    def _constrain(self, equation: Any, values: Sequence[_Value], operator: Operator) -> jax.Array:
+    def _shard(self, equation: Any, values: Sequence[_Value], operator: Operator) -> jax.Array:
         """Compute an operator with the shards of the table, if they fit."""
         shards, arrays = self._find_shards(operator.name), [value.array for value in values]
         problems = (
@@ -275,13 +276,9 @@ class OperatorPass:
         self.problems.update(dict.fromkeys(problems))
         with self._scope(operator.name):
             if shards is None or problems:
-                return bind(equation, arrays)[0]
-            given = [
-                lax.with_sharding_constraint(x, make_spec(dims, shards))
-                for x, dims in zip(arrays, operator.operands, strict=True)
-            ]
-            (result,) = bind(equation, given)
-            return lax.with_sharding_constraint(result, make_spec(map(str, range(result.ndim)), shards))
+                (found,) = bind(equation, arrays)
+                return found
+            return _compute_parts(_find_plain(equation), arrays, operator, shards)
 
     def _number(self, name: str) -> int:
         """Return the place of an operator in the program."""
@@ -297,13 +294,43 @@ def find_scope(equation: Any) -> str:
     return found[-1] if found else ""
 
 
-def make_spec(dims: Iterable[str], shards: Shards) -> PartitionSpec:
-    """Return the spec of an array whose dims have these names.
+def _find_plain(equation: Any) -> Any:
+    """Return the convolution that a run maps over devices (functional/per_device.py); else the equation."""
+    if equation.primitive.name != "shard_map":
+        return equation
+    inner = [each for each in equation.params["jaxpr"].eqns if each.primitive.name == CONVOLUTION]
+    is_one = len(inner) == 1 and inner[0].params["feature_group_count"] == 1 and len(equation.invars) == 2
+    return equation.replace(primitive=inner[0].primitive, params=inner[0].params) if is_one else equation
 
-    >>> make_spec(("0", "sum0"), {"data": "0", "tensor": "sum0"}) == PartitionSpec("data", "tensor")
-    True
+
+def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, shards: Shards) -> jax.Array:
+    """Compute an operator part by part: each device has its own shards, and partial sums are added up.
+
+    The compiler's partitioner, which is wrong for some operators, sees only changes of sharding.
     """
-    return PartitionSpec(*(find_axes(dim, shards) or None for dim in dims))
+    mesh, ndim = jax.sharding.get_abstract_mesh(), equation.outvars[0].aval.ndim
+    auto = {
+        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto
+    }
+    summed = tuple(axis for axis, dim in shards.items() if dim.startswith("sum"))
+
+    def compute(*parts: jax.Array) -> jax.Array:
+        params = dict(equation.params)
+        if equation.primitive.name == LOOKUP:
+            shape, gone = parts[0].shape, params["dimension_numbers"].collapsed_slice_dims
+            params["slice_sizes"] = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
+        # all vary over the same axes: so the gradient of what several devices have is summed
+        missing = [tuple(set(shards) - jax.typeof(x).manual_axis_type.varying) for x in parts]
+        parts = tuple(lax.pcast(x, m, to="varying") if m else x for x, m in zip(parts, missing, strict=True))
+        found = equation.primitive.bind(*parts, **params)
+        return lax.psum(found, summed) if summed else found
+
+    specs = [
+        PartitionSpec(*(find_axes(dim, shards) or None for dim in dims))
+        for dims in (*operator.operands, [str(number) for number in range(ndim)])
+    ]
+    mapped = jax.shard_map(compute, in_specs=tuple(specs[:-1]), out_specs=specs[-1], axis_names=auto)
+    return mapped(*arrays)
 
 
 def _join(paths: Sequence[str]) -> str | None:

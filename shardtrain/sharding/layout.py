@@ -12,7 +12,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.axis_sizes import find_mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
-from shardtrain.sharding.single_arrays import Shards, find_form_problems
+from shardtrain.sharding.single_arrays import Shards, find_form_problems, is_operator
 
 ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
 
@@ -150,12 +150,12 @@ class Layout:
     @property
     def of_operators(self) -> Mapping[str, Shards]:
         """The shardings of single operators, without those of parameters."""
-        return {name: shards for name, shards in self.operators.items() if ":" in name}
+        return {name: shards for name, shards in self.operators.items() if is_operator(name)}
 
     @property
     def of_parameters(self) -> Mapping[str, Shards]:
         """The shardings of single parameters, by path."""
-        return {name: shards for name, shards in self.operators.items() if ":" not in name}
+        return {name: shards for name, shards in self.operators.items() if not is_operator(name)}
 
     @property
     def replica_axes(self) -> tuple[str, ...]:

@@ -16,6 +16,11 @@ OPERATOR_AXES = (axes.DATA, axes.FSDP, axes.TENSOR)
 """Axes that may split single arrays. Models and rules decide what others split."""
 
 
+def is_operator(name: str) -> bool:
+    """Return whether a key of a table names an operator, as `up/kernel:dot_general`, or a parameter."""
+    return ":" in name
+
+
 def find_axes(dim: str, shards: Shards) -> tuple[str, ...]:
     """Return the axes that split a dim.
 

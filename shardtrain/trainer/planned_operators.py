@@ -11,6 +11,7 @@ from math import prod
 
 import jax
 
+from shardtrain import axes
 from shardtrain.functional.model import group_by_path
 from shardtrain.functional.rng import new_key
 from shardtrain.jaxpr.operators import Operator
@@ -20,7 +21,7 @@ from shardtrain.plan.simulator.operator_search import OperatorPlan
 from shardtrain.plan.simulator.operators import Operator as PlannedOperator
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import abstract_mesh
-from shardtrain.sharding.single_arrays import OPERATOR_AXES, Shards
+from shardtrain.sharding.single_arrays import OPERATOR_AXES, Shards, is_operator
 from shardtrain.train_step.traced_operators import trace_operators
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.strategy import Strategy
@@ -62,19 +63,20 @@ def make_layer_strategy(run: Run, batch: Batch, plan: LayerPlan) -> Strategy:
     Raises:
       ValueError: its parts are unequal, or too many levels differ.
     """
-    best = plan.ways[plan.best]
+    name = plan.best_without_copies
+    best = plan.ways[name]
     if not is_even(best):
         raise ValueError(
-            "its parts are unequal, which the axes of a mesh are not: ratios of features are an analysis, and"
-            " islands take unequal rows by --shares"
+            f"the parts of {name} are unequal, and the devices of a mesh are equal: ratios of features are an"
+            " analysis, and islands take unequal rows by --shares"
         )
     levels = [level.chosen for level in best.levels]
     # neighbouring levels that split all layers alike are one axis
     runs = [list(same) for _, same in groupby(levels, key=lambda chosen: [split.way for split in chosen])]
     if len(runs) > len(OPERATOR_AXES):
         raise ValueError(
-            f"its {len(levels)} levels are {len(runs)} axes, and operators have {', '.join(OPERATOR_AXES)};"
-            f" plan for {2 ** len(OPERATOR_AXES)} devices"
+            f"the {len(levels)} levels of {name} are {len(runs)} axes, and operators have"
+            f" {', '.join(OPERATOR_AXES)}; plan for {2 ** len(OPERATOR_AXES)} devices"
         )
     sizes = {axis: 2 ** len(same) for axis, same in zip(OPERATOR_AXES, runs, strict=False)}
     operators, shapes = _trace(run, batch, sizes), _shapes(run)
@@ -108,6 +110,15 @@ def _trace(run: Run, batch: Batch, sizes: Mapping[str, int]) -> Mapping[str, Ope
 
 def _make_strategy(run: Run, sizes: Mapping[str, int], table: Mapping[str, Shards]) -> Strategy:
     """Return the strategy with a table."""
+    by_rows = (
+        shards.get(axes.DATA) == ("0" if is_operator(name) else None) for name, shards in table.items()
+    )
+    if all(by_rows):
+        # then devices of data are replicas, which add up gradients once
+        rest = {name: dict(shards) for name, shards in table.items()}
+        for shards in rest.values():
+            shards.pop(axes.DATA, None)
+        table = rest
     own = {"mesh": dict(sizes), "operators": table, "sequence_sharded": False, "collective_matmul": False}
     layout = replace(run.strategy.layout, **own)
     return replace(run.strategy, layout=layout, accumulate=1, islands={})

@@ -11,7 +11,7 @@ from shardtrain import axes
 from shardtrain.plan.devices import GB
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.layers.assignment import LayerPartition, Layers, partition_layers
-from shardtrain.plan.layers.baselines import BASELINES, find_tensor_type, mesh_levels
+from shardtrain.plan.layers.baselines import BASELINES, COPIES, find_tensor_type, mesh_levels
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
     TYPE_I,
@@ -136,6 +136,11 @@ class LayerPlan:
     def best(self) -> str:
         """The name of the fastest method, which need not be a search, as a search decides level by level."""
         return min(self.ways, key=lambda name: self.ways[name].seconds)
+
+    @property
+    def best_without_copies(self) -> str:
+        """The name of the fastest method that gives each device work of its own."""
+        return min(self.ways.keys() - {COPIES}, key=lambda name: self.ways[name].seconds)
 
 
 def cluster_group(plan: ClusterPlan, link_gb_per_second: float | None) -> Group:
