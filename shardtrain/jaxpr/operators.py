@@ -299,8 +299,13 @@ def _find_plain(equation: Any) -> Any:
     if equation.primitive.name != "shard_map":
         return equation
     inner = [each for each in equation.params["jaxpr"].eqns if each.primitive.name == CONVOLUTION]
-    is_one = len(inner) == 1 and inner[0].params["feature_group_count"] == 1 and len(equation.invars) == 2
-    return equation.replace(primitive=inner[0].primitive, params=inner[0].params) if is_one else equation
+    if len(inner) != 1 or len(equation.invars) != 2:
+        return equation
+    # a device has some of the groups, so its parameters do not say whether there are several
+    of_left, of_right, _ = inner[0].params["dimension_numbers"]
+    left, right = (v.aval.shape for v in equation.invars)
+    is_whole = left[of_left[1]] == right[of_right[1]]
+    return equation.replace(primitive=inner[0].primitive, params=inner[0].params) if is_whole else equation
 
 
 def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, shards: Shards) -> jax.Array:
