@@ -152,7 +152,7 @@ class OperatorPass:
         path = _join([value.path for value in values if value.path is not None])
         is_weight = all(value.is_weight for value in values)
         is_kind = _find_plain(equation).primitive.name in KINDS and not is_weight
-        if is_kind and (operator := self._find_operator(equation, values, path)):
+        if is_kind and (operator := self._find_operator(equation, values, path or "")):
             inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
             return [_Value(self._shard(equation, values, operator), inside, maker=operator.name)]
         maker = max((value.maker for value in values), key=self._number, default="")
@@ -190,7 +190,8 @@ class OperatorPass:
             stacks.append(stack)
         self._block, self._num_blocks = before
         ordered = stacks[:: -1 if equation.params["reverse"] else 1]
-        stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*ordered, strict=True)]
+        pieces = map(list, zip(*ordered, strict=True))
+        stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in pieces]
         return [replace(v, array=x) for v, x in zip(found, [*carry, *stacked], strict=True)]
 
     def _find_segments(self, *, reverse: bool) -> list[tuple[int, int]]:

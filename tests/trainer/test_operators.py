@@ -15,6 +15,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.placement import restorable_state, state_specs
 from shardtrain.trainer.setup import make_setup
+from shardtrain.trainer.stage_checks import stage_problems
 
 UP, DOWN = "blocks/up:dot_general", "blocks/down:dot_general"
 FIRST = {
@@ -39,7 +40,7 @@ def lay(operators, **mesh):
 
 
 def test_another_strategy_restores_the_same_arrays_and_goes_on_with_the_same_losses(tmp_path):
-    losses = {}
+    losses, placement, saved = {}, lay({}, data=1)[0], None
     for name, operators, mesh in (
         ("one", {}, {"data": 1}),
         ("cube", FIRST, {"data": 2, "fsdp": 2, "tensor": 2}),
@@ -57,7 +58,9 @@ def test_another_strategy_restores_the_same_arrays_and_goes_on_with_the_same_los
     )
     placement, step = lay(SECOND, fsdp=4, tensor=2)
     with Checkpoints(tmp_path / "cube", CheckpointPolicy()) as checkpoints:
-        restored = checkpoints.restore(restorable_state(placement)).state
+        found = checkpoints.restore(restorable_state(placement))
+    assert found is not None
+    restored = found.state
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
     losses["other"] = float(step(restored)[1]["loss_sum"])
     np.testing.assert_allclose(list(losses.values()), losses["one"], rtol=1e-5)
@@ -86,3 +89,8 @@ def test_what_does_not_fit_is_refused_before_anything_compiles():
 
     with pytest.raises(ValueError, match="pipeline is 2, and the stages of a mesh run one program"):
         state_specs(MODEL, OPTIMIZER, pipelined, axis_sizes(pipelined.mesh, 2))
+    across = st.Strategy(layout=layout, across=st.Across(axis="pipeline"))
+    assert (
+        "the layout has shardings of single operators, which stages do not follow"
+        in stage_problems(across)[0]
+    )
