@@ -43,7 +43,7 @@ def test_random_layouts_give_the_step_of_one_device(fuzz, pytestconfig):
 
 
 def test_random_shardings_of_operators_give_the_step_of_one_device(fuzz, pytestconfig):
-    number = "200" if pytestconfig.getoption("--full") else "2"
+    number = "200" if pytestconfig.getoption("--full") else "1"
     code, text = fuzz("--operators", "--cases", number, "--seed", "3")
     assert code == 0, text
     assert " right" in text
