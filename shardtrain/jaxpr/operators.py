@@ -322,6 +322,9 @@ def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, sha
 
     def compute(*parts: jax.Array) -> jax.Array:
         params = dict(equation.params)
+        # of the mesh outside, whose axes are manual here
+        if "out_sharding" in params:
+            params["out_sharding"] = None
         if equation.primitive.name == LOOKUP:
             shape, gone = parts[0].shape, params["dimension_numbers"].collapsed_slice_dims
             params["slice_sizes"] = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
