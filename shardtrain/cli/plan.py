@@ -52,8 +52,9 @@ from shardtrain.trainer.planned import (
     make_staged_strategy,
     make_subjects,
 )
+from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_strategy
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
-from shardtrain.trainer.strategy import strategy_text
+from shardtrain.trainer.strategy import Strategy, strategy_text
 
 
 def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
@@ -87,24 +88,44 @@ def _try_analysis(name: str, text: Callable[[], str]) -> str:
 
 
 def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
-    """Search the shardings of operators, with the remat policy of the best layout."""
+    """Search the shardings of operators, with the remat policy of the best layout, and write them."""
+    remat = kind.plan.ranked[0].choice.remat
     found = plan_operators(
         subject,
         kind.machine,
         kind.kind.devices or 1,
         layout=make_space(run, parse_mesh(options.fixed)).layout,
-        remat=kind.plan.ranked[0].choice.remat,
+        remat=remat,
         proposals=options.proposals,
         seed=run.seed,
     )
-    return operators_text(found, options.proposals)
+    text = operators_text(found, options.proposals)
+    if options.output is None:
+        return text
+    if not found.is_faster:
+        return f"{text}not written, as the best layout by rules is as fast\n"
+    return text + _write(options.output, make_operator_strategy(run, subject.batch, found, remat))
 
 
-def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> str:
-    """Format the best partition of each layer, and the best pipeline of stages with several devices."""
+def _write(path: Path, strategy: Strategy) -> str:
+    """Write a strategy file; return a line."""
+    replace_file(path, strategy_text(strategy).encode())
+    return f"strategy: {path}\n"
+
+
+def _layers_text(
+    run: Run, output: Path | None, subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None
+) -> str:
+    """Format and write the best partition of each layer; format the best pipeline of stages of devices."""
     group = cluster_group(plan, link_gb_per_second)
     per_node = min(each.machine.devices_per_node for each in plan.kinds)
-    text = layers_text(plan_layers(trace_layers(subject), group, per_node))
+    found = plan_layers(trace_layers(subject), group, per_node)
+    text = layers_text(found)
+    if output is not None and group.halves:
+        try:
+            text += _write(output, make_layer_strategy(run, subject.batch, found))
+        except ValueError as problem:
+            text += f"layers are not written: {problem}\n"
     try:
         stages = stages_text(pipeline_costs(subject, plan, link_gb_per_second))
     except ValueError as problem:
@@ -245,8 +266,7 @@ def main(arguments: Sequence[str]) -> int:
         best = make_planned_strategy(run, plan)
         if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
             best = make_staged_strategy(run, stages)
-        replace_file(options.output, strategy_text(best).encode())
-        terminal.out(f"strategy: {options.output}\n")
+        terminal.out(_write(options.output, best))
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explain_plan(each.plan.ranked[0]))
@@ -259,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
         text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
         terminal.out(_try_analysis("operators", text))
     if options.layers:
-        text = partial(_layers_text, subjects[0], plan, cluster.link_gb_per_second)
+        text = partial(_layers_text, run, options.output, subjects[0], plan, cluster.link_gb_per_second)
         terminal.out(_try_analysis("layers", text))
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None

@@ -40,9 +40,9 @@ class PlanOptions(CompileOptions):
         that no other beats in both. Each kind of islands has a file.
       layers: show the best split of each layer by the batch or by features, also between unequal devices;
         compare it with data parallelism, one weird trick, HyPar and Megatron, and show the mesh that runs it.
-      output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE.
-      operators: search a sharding for each operator separately, and compare it with the best layout. This is
-        an analysis: a run shards dims by name.
+      output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE; with
+        operators or layers, what was found for each of them.
+      operators: search a sharding for each operator separately, and compare it with the best layout.
       proposals: number of changes that --operators tries from each of its three starts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.

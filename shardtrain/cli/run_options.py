@@ -30,7 +30,7 @@ from shardtrain.trainer.config import Run
 
 NO_OPTION = (
     *("loss", "names", "sample", "hooks", "strategy.islands", "strategy.predicted"),
-    *(f"{LAYOUT}parameters", f"{LAYOUT}activations"),
+    *(f"{LAYOUT}parameters", f"{LAYOUT}activations", f"{LAYOUT}operators"),
 )
 """Fields of a run whose values text cannot express; they are set in Python or in a strategy file."""
 

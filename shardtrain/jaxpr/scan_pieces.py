@@ -100,7 +100,7 @@ class PiecewiseProgram:
         stacks: list[Any] = []
         if length > 1:
             first = [x[:-1] for x in rows]
-            carry, stacks = _scan(equation, consts, carry, first, length - 1)
+            carry, stacks = run_steps(equation, consts, carry, first, length - 1)
         outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body), True
         found = evaluate(body, [*consts, *carry, *(x[-1] for x in rows)], self._outputs)
         self._cost, self._is_in_microbatch = outside, False
@@ -110,9 +110,11 @@ class PiecewiseProgram:
         return [*found[: len(carry)], *rows]
 
 
-def _scan(
+def run_steps(
     equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
 ) -> tuple[list[Any], list[Any]]:
+    """Run some steps of a scan; return what they carry on, and what they stack."""
+
     def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
         found = evaluate(equation.params["jaxpr"], [*consts, *carry, *row])
         return found[: len(carry)], found[len(carry) :]
@@ -130,7 +132,7 @@ def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[An
     found: list[list[Any]] = []
     # the last rows come first
     for start, end in reversed(list(pairwise(starts))):
-        carry, stacks = _scan(equation, consts, carry, [x[start:end] for x in rows], end - start)
+        carry, stacks = run_steps(equation, consts, carry, [x[start:end] for x in rows], end - start)
         found.insert(0, stacks)
     return [*carry, *(Pieces(0, each) for each in zip(*found, strict=True))]
 

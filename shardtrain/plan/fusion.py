@@ -57,6 +57,7 @@ class Operation:
       body, trips, unrolled, over: of a loop, as in `Kernel`.
       call: of a call by devices, as in `Kernel`.
       grouped: names of dims of its arrays that its work does not grow with.
+      scope: as in `Kernel`.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Operation:
     over: str | None = None
     call: DeviceCall | None = None
     grouped: tuple[str, ...] = ()
+    scope: str = ""
 
 
 @dataclass(kw_only=True)
@@ -149,6 +151,7 @@ def _make_kernels(given: UnfusedProgram, written: Set[int]) -> Iterator[Kernel]:
                 operands=tuple(roots[-len(step.body.inputs) :] if step.body is not None else operands),
                 call=step.call,
                 looked_up=tuple(looked_up),
+                scope=step.scope,
             )
 
 

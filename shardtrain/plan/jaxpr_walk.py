@@ -12,6 +12,7 @@ import jax
 from shardtrain import axes
 from shardtrain.jaxpr.equations import find_largest_run, scan_counts
 from shardtrain.jaxpr.forward import forward
+from shardtrain.jaxpr.operators import find_scope
 from shardtrain.plan.device_calls import NAME, AttentionCall
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Operation, UnfusedProgram, fuse
 from shardtrain.plan.named_dims import CUMULATIVE, find_names, merge_names
@@ -151,7 +152,7 @@ class Walk(UnfusedProgram):
             if primitive not in MATERIAL and all(self.find_root(i) in self.constants for i in reads):
                 self.constants.update(writes)
         one = Operation(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
-        self.operations.append(replace(one, grouped=found.grouped))
+        self.operations.append(replace(one, grouped=found.grouped, scope=find_scope(equation)))
         return writes
 
     def _gather(self, number: int, axis: int) -> int:

@@ -84,6 +84,7 @@ class Kernel:
         number of each input.
       call: costs of a call by devices.
       looked_up: numbers of arrays from which it reads only as many elements as it writes.
+      scope: name of the model's operator to which it belongs; "" if that is not known.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Kernel:
     operands: tuple[int, ...] = ()
     call: "DeviceCall | None" = None
     looked_up: tuple[int, ...] = ()
+    scope: str = ""
 
 
 class CallSizes(NamedTuple):

@@ -21,7 +21,7 @@ from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, group_by_path
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.partition import counts
@@ -102,9 +102,9 @@ class Subject:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
 
     @property
-    def num_parameter_arrays(self) -> int:
-        """Number of arrays of parameters."""
-        return len(jax.tree.leaves(self._shapes[0]))
+    def parameter_paths(self) -> Sequence[str]:
+        """Paths of the parameters."""
+        return list(group_by_path(self._shapes[0]))
 
     @property
     def model_state(self) -> Any:

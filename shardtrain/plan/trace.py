@@ -19,6 +19,7 @@ from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
+from shardtrain.jaxpr.operators import OperatorPass, run_operators
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.jaxpr_walk import Walk, count_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
@@ -147,6 +148,7 @@ def trace_loss(
     attention: TracedAttention | None,
     experts: TracedExperts,
     target: Target,
+    scoped: bool = False,
 ) -> Program:
     """Trace the loss of a model, and its gradient if asked for, into a program.
 
@@ -156,9 +158,11 @@ def trace_loss(
       batch: name -> shape (B, ...) and dtype.
       gradient: whether to trace the gradient of the parameters.
       attention, experts, target: see `trace`.
+      scoped: whether kernels have the names of operators of the model, see `jaxpr/operators.py`.
     """
     params, model_state = jax.eval_shape(model.init, new_key(0))
     loss_sum = make_loss(model, loss, next(iter(batch.values())).shape[0])
+    loss_sum = run_operators(loss_sum, OperatorPass(scoped=True)) if scoped else loss_sum
     differentiated = value_and_grad(loss_sum)
     inputs = (params, model_state, jax.eval_shape(lambda: new_key(0)), dict(batch))
     names = [

@@ -20,7 +20,6 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
     text = (
         f"\nsharding of {len(space.graph.operators)} operators over {sizes} devices, {proposals} proposals"
         " from each start\n"
-        "an analysis, which cannot be run yet: a run's rules shard dims by name, not by operator\n"
     )
     rows = [
         (name, format_judged(each.start), format_judged(each.found), str(each.accepted))

@@ -12,6 +12,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.axis_sizes import find_mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
+from shardtrain.sharding.single_arrays import Shards, find_form_problems, is_operator
 
 ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
 
@@ -40,6 +41,9 @@ class Layout:
         `sharding/rules.py`.
       activations: dim -> axes for activations; dims that are left out have the default rules. A custom dim
         with a rule only for parameters has the same axes here, without data and fsdp.
+      operators: shardings of single operators and parameters in place of rules: the name of an operator, such
+        as "blocks/up/kernel:dot_general", or the path of a parameter -> axis (data, fsdp or tensor) -> the
+        dim that it splits: "0" or "1" of a result or a parameter, or "sum0", which an operator sums over.
       unnamed: on several devices, what happens to arrays whose dims have no names, and to dims whose names
         have no rule: "refuse" raises an error, "replicate" replicates them, "shard" shards an array without
         names over fsdp along its largest dim that fsdp divides, and replicates the rest.
@@ -60,6 +64,7 @@ class Layout:
     context_attention: ContextAttentions = "ring"
     parameters: Rules = field(default_factory=dict)
     activations: Rules = field(default_factory=dict)
+    operators: Mapping[str, Shards] = field(default_factory=dict)
     unnamed: str = "refuse"
 
     @staticmethod
@@ -89,6 +94,7 @@ class Layout:
                 problems += [
                     f"rule {table}.{dim}: axis {a!r} occurs {n} times" for a, n in find_repeated(dim_axes)
                 ]
+        problems += find_form_problems(self.operators)
         if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
         if self.collective_matmul and not self.sequence_sharded:
@@ -142,9 +148,20 @@ class Layout:
         return self.activation_rules[axes.BATCH]
 
     @property
+    def of_operators(self) -> Mapping[str, Shards]:
+        """The shardings of single operators, without those of parameters."""
+        return {name: shards for name, shards in self.operators.items() if is_operator(name)}
+
+    @property
+    def of_parameters(self) -> Mapping[str, Shards]:
+        """The shardings of single parameters, by path."""
+        return {name: shards for name, shards in self.operators.items() if not is_operator(name)}
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The batch axes over which parameters are replicated: each index computes its own gradient."""
         sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
+        sharding |= {axis for shards in self.operators.values() for axis in shards}
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
 
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardtrain import axes
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.array_dims import JOINT, NamedArray, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import find_array_problems, format_naming
 from shardtrain.sharding.rules import Rules
+from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
 from shardtrain.system.excerpts import some
 
 Spec = tuple[tuple[str, ...], ...]
@@ -62,7 +63,12 @@ def format_unplaced(layout: Layout, arrays: Mapping[str, NamedArray], sizes: Map
 
 
 def resolve(
-    arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
+    arrays: Mapping[str, NamedArray],
+    rules: Rules,
+    sizes: Mapping[str, int],
+    *,
+    unnamed: str = "refuse",
+    own: Mapping[str, Shards] | None = None,
 ) -> dict[str, Spec]:
     """Return the axes that shard each dim of each array.
 
@@ -70,6 +76,7 @@ def resolve(
       arrays: path -> dims and shape.
       rules: dim -> axes, see `complete_layout`.
       sizes: axis -> size.
+      own: path -> axis -> the number of the dim that it splits, for arrays that do not follow rules.
       unnamed: what happens to arrays without names: "refuse", "replicate", or "shard" them along their
         largest dim over fsdp, if the rules use that axis.
 
@@ -85,8 +92,14 @@ def resolve(
     >>> resolve(arrays, {"embed": ("fsdp",), "mlp": ("tensor",)}, {"fsdp": 2, "tensor": 4})
     {'up': (('fsdp',), ('tensor',))}
     """
-    specs, problems = {}, []
+    own = own or {}
+    specs, problems = {}, [f"no parameter {near(path, arrays)}" for path in own if path not in arrays]
     for path, named in arrays.items():
+        if path in own:
+            dims = {str(number): size for number, size in enumerate(named.shape)}
+            problems += find_shard_problems(path, dims, own[path], sizes)
+            specs[path] = tuple(find_axes(dim, own[path]) for dim in dims)
+            continue
         found = find_array_problems(path, named, rules, sizes, unnamed)
         if named.dims is None and not found and unnamed == "shard":
             specs[path] = shard_largest_dim(named.shape, rules, sizes)

@@ -16,6 +16,7 @@ from shardtrain import axes
 from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.resolve import Spec, resolve
 from shardtrain.sharding.rules import Rules
+from shardtrain.sharding.single_arrays import Shards
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
@@ -28,7 +29,12 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def partition_specs(
-    arrays: Mapping[str, NamedArray], like: Any, rules: Rules, sizes: Mapping[str, int], unnamed: str
+    arrays: Mapping[str, NamedArray],
+    like: Any,
+    rules: Rules,
+    sizes: Mapping[str, int],
+    unnamed: str,
+    own: Mapping[str, Shards] | None = None,
 ) -> Any:
     """Return the PartitionSpecs of a pytree.
 
@@ -38,6 +44,7 @@ def partition_specs(
       rules: dim -> axes.
       sizes: axis -> size.
       unnamed: as in `Layout`.
+      own: see `resolve.resolve`.
 
     Returns:
       A pytree of PartitionSpec like `like`.
@@ -45,7 +52,7 @@ def partition_specs(
     Raises:
       ValueError: lists all problems, see `resolve.resolve`.
     """
-    specs = resolve(arrays, rules, sizes, unnamed=unnamed)
+    specs = resolve(arrays, rules, sizes, unnamed=unnamed, own=own)
     return jax.tree.unflatten(jax.tree.structure(like), [partition_spec(specs[path]) for path in arrays])
 
 

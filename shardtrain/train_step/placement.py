@@ -34,6 +34,7 @@ from shardtrain.train_step.placement_checks import (
     check_elements,
     check_experts,
     check_layers,
+    check_operators,
     check_stages,
 )
 from shardtrain.train_step.state import (
@@ -213,6 +214,7 @@ def state_specs(
         abstract = abstract._replace(loss_scale=jax.eval_shape(init_loss_scale))
     arrays = name_arrays(model, abstract.params)
     check_elements(arrays)
+    check_operators(layout, sizes, synchronisation)
     # 1. the layout must fit the model: every rule is for a dim of some parameter
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
@@ -223,7 +225,7 @@ def state_specs(
     check_experts(arrays, layout.sharded_rules, sizes)
     # 2. two specs for each parameter: for its storage, and for its gradient and optimizer state (ZeRO)
     params, sharded = (
-        partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
+        partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed, layout.of_parameters)
         for rules in (layout.parameter_rules, layout.sharded_rules)
     )
     if not synchronisation.is_mean:

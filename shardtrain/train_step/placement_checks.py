@@ -10,7 +10,7 @@ import jax
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.stacking import Partition
@@ -32,6 +32,26 @@ def check_elements(arrays: Mapping[str, NamedArray]) -> None:
             "the model has parameters without elements; leave them out, or give each dim a size of 1 or more",
             empty,
         )
+
+
+def check_operators(layout: Layout, sizes: Mapping[str, int], synchronisation: Synchronisation) -> None:
+    """Check that a mesh and a combiner allow shardings of single operators.
+
+    Raises:
+      ValueError: lists what does not.
+    """
+    if not layout.operators:
+        return
+    problems = []
+    if (num_stages := sizes[axes.PIPELINE]) > 1:
+        problems.append(f"pipeline is {num_stages}, and the stages of a mesh run one program; use pipeline=1")
+    over_data = [name for name, shards in layout.operators.items() if axes.DATA in shards]
+    if over_data and not synchronisation.is_mean:
+        problems.append(
+            f"{over_data[0]} is split over data, over which {synchronisation.by!r} combines replicas; use"
+            " fsdp and tensor, or --combine mean"
+        )
+    refuse("operators cannot have shardings of their own", problems)
 
 
 def check_stages(

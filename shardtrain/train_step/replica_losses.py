@@ -17,6 +17,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.operators import shard_operators
 from shardtrain.pipeline.schedule import forward_only
 from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import Placement
@@ -54,7 +55,9 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
         has_rows = (batch["weights"] != 0).any()
         return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
-    each = map_replicas(replica, (None, None, None, 0, 0), placement, model.axis_name)
+    # held-out losses may lack an operator
+    sharded = shard_operators(replica, placement.layout.of_operators, placement.mesh.shape, strict=False)
+    each = map_replicas(sharded, (None, None, None, 0, 0), placement, model.axis_name)
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
         rules = placement.layout.rules_of_replica()

@@ -22,6 +22,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import GradientSquares, Sums
+from shardtrain.jaxpr.operators import shard_operators
 from shardtrain.pipeline.mesh_pipeline import run_pipeline
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
@@ -151,7 +152,8 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
-    grad = map_replicas(value_and_grad(replica_loss), in_axes, placement, model.axis_name)
+    sharded = shard_operators(replica_loss, placement.layout.of_operators, mesh.shape)
+    grad = map_replicas(value_and_grad(sharded), in_axes, placement, model.axis_name)
 
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any

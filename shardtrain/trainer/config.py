@@ -124,8 +124,8 @@ class Run:
         gradient norms of microbatches and replicas.
       check_layout: before the first step, compare the gradients of a few rows on this mesh with the gradients
         on one device. "rows=2" takes 2 rows for each device along the batch; "off" disables the check; "auto"
-        takes 2 rows if the mesh has at least two axes and the model has operations that were not tested on
-        such meshes.
+        takes 2 rows if operators have shardings of their own, or if the mesh has at least two axes and the
+        model has operations that were not tested on such meshes.
       evaluate_every: number of steps between two evaluations on held-out data. None evaluates only at the
         end.
       evaluate_batches: number of held-out batches in an evaluation, always the first ones. None means all.

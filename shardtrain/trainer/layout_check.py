@@ -73,7 +73,8 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
       ValueError: they differ by more than rounding.
     """
     sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
-    asked = run.check_layout != "auto"
+    # the partitioner is most often wrong where each operator has a sharding of its own
+    asked = run.check_layout != "auto" or bool(run.strategy.layout.operators)
     rows_of_device = parse_checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.grid is not None:
         return

@@ -105,7 +105,7 @@ def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
       mesh: sizes of axes that are fixed.
     """
     remats = REMATS if run.strategy.remat is None else (None,)
-    return Space(layout=replace(run.strategy.layout, mesh=dict(mesh)), remats=remats)
+    return Space(layout=replace(run.strategy.layout, mesh=dict(mesh), operators={}), remats=remats)
 
 
 def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
@@ -150,7 +150,11 @@ def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     return replace(
         run.strategy,
         layout=replace(
-            run.strategy.layout, mesh={axes.DATA: -1}, sequence_sharded=False, collective_matmul=False
+            run.strategy.layout,
+            mesh={axes.DATA: -1},
+            operators={},
+            sequence_sharded=False,
+            collective_matmul=False,
         ),
         accumulate=stages.accumulate,
         across=across,

@@ -32,6 +32,7 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.stage_links import PipelineGrid
+from shardtrain.train_step.traced_operators import trace_operators
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
@@ -140,6 +141,8 @@ def make_setup(
     )
     _check_evaluated(run, placement)
     check_noise(run, placement, num_islands)
+    if run.strategy.layout.operators and microbatch is not None:
+        trace_operators(model, run.loss, microbatch, placement.layout, mesh).check()
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
 
 

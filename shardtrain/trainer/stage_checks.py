@@ -64,6 +64,10 @@ def stage_problems(strategy: Strategy) -> list[str]:
     if (inside := strategy.synchronisation.inside) != "mean":
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
     problems += pipeline_problems(strategy)
+    if strategy.layout.operators:
+        problems.append(
+            "the layout has shardings of single operators, which stages do not follow; leave them out"
+        )
     if strategy.offload != "none":
         problems.append(OFFLOADED_OWN)
     in_flight = strategy.pipeline.in_flight

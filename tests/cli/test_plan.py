@@ -141,12 +141,16 @@ def test_a_step_is_written_as_a_trace(planned, tmp_path):
     )
 
 
-def test_operators_are_sharded_one_by_one(planned):
+def test_operators_are_sharded_one_by_one(planned, tmp_path):
     machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1"]
-    text = planned(*machine, "--remat", "none", "--operators", "--proposals", "5")
-    assert "operators over 2 devices, 5 proposals from each start" in text
-    assert "an analysis, which cannot be run yet" in text
+    file = tmp_path / "strategy.toml"
+    words = ["--remat", "none", "--operators", "--proposals", "50", "--output", str(file)]
+    text = planned(*machine, *words)
+    assert "operators over 2 devices, 50 proposals from each start" in text
     assert "less than the best layout by rules" in text
+    found = read_strategy(file).layout
+    is_faster = "not written, as the best layout by rules is as fast" not in text
+    assert bool(found.operators) == is_faster
 
 
 def test_an_analysis_that_cannot_be_done_leaves_the_plan(planned, tmp_path):

@@ -32,6 +32,7 @@ class Case:
       weights: `none`, `rows` or `tokens`.
       packed: whether a row is several documents that do not see each other.
       shares: rows of islands, whose sums are added here in one process; () for one island.
+      operators: draws a sharding of its own for each operator; 0 for rules alone.
       seed: of the parameters and the data.
     """
 
@@ -49,6 +50,7 @@ class Case:
     weights: str = "none"
     packed: bool = False
     shares: tuple[int, ...] = ()
+    operators: int = 0
     seed: int = 0
 
     @property

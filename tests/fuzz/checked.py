@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from case import Case
+from operator_drawing import with_operators
 from rich.console import Console
 from share_sums import sum_shares
 from subjects import Subject, dim_names, make_subject
@@ -72,7 +73,7 @@ def make_run(case: Case, subject: Subject) -> Run:
         params, _ = jax.eval_shape(pure.init, jax.random.key(0))
         leaves = jax.tree.leaves_with_path(params)
         shapes = {path_text(path): x.shape for path, x in leaves}
-    return Run(
+    run = Run(
         model=model,
         names=dim_names(case, shapes),
         data=Data(subject.samples[:count], subject.samples[count:]),
@@ -90,6 +91,7 @@ def make_run(case: Case, subject: Subject) -> Run:
         evaluate_batches=None,
         check_layout="off",  # what it would find shall be found here
     )
+    return with_operators(case, run, subject.samples) if case.operators else run
 
 
 def check_case(case: Case) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import warm_python
 from case import Case, read_case
 from drawing import KINDS, draw_case
 from forked import FAULTS, run_case, run_cases
+from operator_drawing import draw_operator_case
 from shrinking import shrink
 
 Ends = list[tuple[Case, dict[str, Any]]]
@@ -42,6 +43,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--kinds", default="", help=f"kinds of models, of {','.join(KINDS)}; all by default")
     parser.add_argument("--options", action="store_true", help="draw more options of layouts")
+    parser.add_argument("--operators", action="store_true", help="shard each operator by itself")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--log", type=Path, help="file of the ends, one JSON line each, which is continued")
@@ -113,6 +115,7 @@ def main(words: list[str] | None = None) -> int:
     def waiting():
         for number in numbers:
             case = draw_case(asked.seed, number, kinds, asked.options)
+            case = draw_operator_case(case, number) if asked.operators else case
             line = done.get((asked.seed, number))
             if line is not None and line["case"] == str(case):
                 ends.append((case, line))

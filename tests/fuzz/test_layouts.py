@@ -42,6 +42,13 @@ def test_random_layouts_give_the_step_of_one_device(fuzz, pytestconfig):
     assert code == 0, text
 
 
+def test_random_shardings_of_operators_give_the_step_of_one_device(fuzz, pytestconfig):
+    words = ("--cases", "200") if pytestconfig.getoption("--full") else ("--cases", "1", "--kinds", "stack")
+    code, text = fuzz("--operators", "--seed", "2", *words)
+    assert code == 0, text
+    assert " right" in text
+
+
 # tests of models have these on a mesh: test_packed_rows.py, test_collective_matmul.py, test_resnet.py; and
 # test_pipeline.py has stages of few rows, test_per_device.py transposed convolutions; most with --full alone
 ELSEWHERE = ("packed", "experts with", "ResNet", "transposed convolutions", "sequence-sharded stages")

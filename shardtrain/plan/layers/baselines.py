@@ -81,11 +81,14 @@ def _use_allowed(layers: Layers, sides: Sides, ways: list[str], ratio: float) ->
     )
 
 
+COPIES = "accpar with copies"
+"""The method in which both groups may compute all of a layer."""
+
 BASELINES: Mapping[str, Chooser] = {
     "data parallel": data_parallel,
     "one weird trick": one_weird_trick,
     "hypar": hypar,
     "accpar": choose_best,
-    "accpar with copies": partial(choose_best, ways=(*WEIGHTED, WHOLE)),
+    COPIES: partial(choose_best, ways=(*WEIGHTED, WHOLE)),
 }
-"""Name -> method; with copies, both groups may compute all of a layer."""
+"""Name -> method."""

@@ -11,7 +11,7 @@ from shardtrain import axes
 from shardtrain.plan.devices import GB
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.layers.assignment import LayerPartition, Layers, partition_layers
-from shardtrain.plan.layers.baselines import BASELINES, find_tensor_type, mesh_levels
+from shardtrain.plan.layers.baselines import BASELINES, COPIES, find_tensor_type, mesh_levels
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
     TYPE_I,
@@ -68,7 +68,7 @@ def find_mesh(layers: Layers, found: LayerPartition) -> EquivalentMesh:
       NoMesh: no mesh does.
     """
     levels = [level.chosen for level in found.levels]
-    if not _is_even(found):
+    if not is_even(found):
         by_rows = all(split.way == TYPE_I for chosen in levels for _, split in _weighted(layers, chosen))
         islands = (
             "islands run it, which take rows by --shares" if by_rows else "the devices of a mesh are equal"
@@ -109,11 +109,11 @@ def _weighted(layers: Layers, chosen: Sequence[Split]) -> list[tuple[Layer, Spli
     return [(layer, split) for layer, split in zip(layers, chosen, strict=True) if layer.has_weights]
 
 
-def _is_even(found: LayerPartition) -> bool:
+def is_even(found: LayerPartition) -> bool:
     """Return whether the halves are equal on all levels."""
     even = all(math.isclose(split.ratio, 0.5) for split in found.chosen)
     alike = not found.halves or found.halves[0] == found.halves[1]
-    return even and alike and all(map(_is_even, found.halves[:1]))
+    return even and alike and all(map(is_even, found.halves[:1]))
 
 
 MEGATRON = "megatron"
@@ -136,6 +136,11 @@ class LayerPlan:
     def best(self) -> str:
         """The name of the fastest method, which need not be a search, as a search decides level by level."""
         return min(self.ways, key=lambda name: self.ways[name].seconds)
+
+    @property
+    def best_without_copies(self) -> str:
+        """The name of the fastest method that gives each device work of its own."""
+        return min(self.ways.keys() - {COPIES}, key=lambda name: self.ways[name].seconds)
 
 
 def cluster_group(plan: ClusterPlan, link_gb_per_second: float | None) -> Group:

@@ -1,11 +1,12 @@
 """Search the sharding of each operator of a run by a Markov chain, and compare it with the best layout.
 
-This is an analysis, as a run shards a dim alike in all operators. The search is the one of FlexFlow (Jia et
-al. 2019, section 6): a change is proposed, simulated, and kept by the rule of Metropolis.
+The search is the one of FlexFlow (Jia et al. 2019, section 6): a change is proposed, simulated, and kept by
+the rule of Metropolis. What a run shards together changes together (`Operators.groups`).
 """
 
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +20,19 @@ from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, t
 from shardtrain.plan.simulator.task_graph import Key, Task, simulate
 from shardtrain.plan.space import list_layouts, mesh_text
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import trace_loss
+from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.single_arrays import OPERATOR_AXES
 
 BETA = 300.0
 """Beta times the seconds of the best step: a step slower by 1 / 300 is kept with a probability of 1 / e."""
 
 MEAN_RUN = 8
 """Mean number of consecutive operators of a proposal that changes several."""
+
+MOST_AXES = len(OPERATOR_AXES)
 
 TOO_LARGE = 10.0
 """Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
@@ -130,8 +136,8 @@ def search_shardings(
 ) -> SearchResult:
     """Search from one start.
 
-    Half of the proposals give one operator any sharding; half shard one dim over one axis, or no dim, in some
-    consecutive operators. A proposal that costs x seconds more is kept with probability exp(-beta x), where
+    Half of the proposals give one group any sharding; half shard one dim over one axis, or no dim, in some
+    consecutive groups. A proposal that costs x seconds more is kept with probability exp(-beta x), where
     beta is `BETA` over the seconds of the best step so far. Proposals are not symmetric, so the search does
     not sample a distribution.
 
@@ -142,7 +148,7 @@ def search_shardings(
       seed: seed of the proposals.
     """
     rng = random.Random(seed)
-    first = now = best = ShardedStep.of(space, start)
+    first = now = best = ShardedStep.of(space, _tie(space, start))
     accepted = 0
     for _ in range(proposals):
         new = _proposal(space, now.shardings, rng)
@@ -178,21 +184,42 @@ def _proposal(
     space: ShardedOperators, shardings: Sequence[Sharding], rng: random.Random
 ) -> dict[int, Sharding]:
     """Return new shardings of some operators that fit them."""
-    first = rng.randrange(len(shardings))
+    leads = list(space.graph.groups)
+    first = rng.randrange(len(leads))
     if rng.random() < 0.5:
-        chosen = _any_sharding(space, first, rng)
-        return {first: chosen} if chosen != shardings[first] else {}
-    length = 1 + int(rng.expovariate(1 / MEAN_RUN))
-    axis, dim = rng.randrange(len(space.sizes)), rng.choice((None, *space.dims))
-    new = {
-        number: (*shardings[number][:axis], dim, *shardings[number][axis + 1 :])
-        for number in range(first, min(first + length, len(shardings)))
+        new = {leads[first]: _any_sharding(space, leads[first], rng)}
+    else:
+        length = 1 + int(rng.expovariate(1 / MEAN_RUN))
+        axis, dim = rng.randrange(len(space.sizes)), rng.choice((None, *space.dims))
+        new = {
+            number: (*shardings[number][:axis], dim, *shardings[number][axis + 1 :])
+            for number in leads[first : first + length]
+        }
+    fitting = {number: sharding for number, sharding in new.items() if space.fits(number, sharding)}
+    tied = {
+        member: _project(space, member, sharding)
+        for number, sharding in fitting.items()
+        for member in space.graph.groups[number]
     }
-    return {
-        number: sharding
-        for number, sharding in new.items()
-        if sharding != shardings[number] and space.fits(number, sharding)
-    }
+    return {number: sharding for number, sharding in tied.items() if sharding != shardings[number]}
+
+
+def _tie(space: ShardedOperators, shardings: Sequence[Sharding]) -> list[Sharding]:
+    """Return shardings in which all operators of a group are sharded by the dims of its first."""
+    found = list(shardings)
+    for lead, members in space.graph.groups.items():
+        for member in members:
+            found[member] = _project(space, member, shardings[lead])
+    return found
+
+
+def _project(space: ShardedOperators, number: int, sharding: Sharding) -> Sharding:
+    """Return a sharding with only the dims that an operator has."""
+    found: Sharding = (None,) * len(sharding)
+    for axis, dim in enumerate(sharding):
+        tried = (*found[:axis], dim, *found[axis + 1 :])
+        found = tried if space.fits(number, tried) else found
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +242,16 @@ class OperatorPlan:
     def best(self) -> SearchResult:
         """The best result of all starts."""
         return min(self.searched.values(), key=lambda each: each.found.cost)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the best is faster than rules."""
+        return self.best.found.cost < ShardedStep.of(self.space, self.by_rules).judged.cost
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes of a run: axis -> size."""
+        return dict(zip(OPERATOR_AXES, self.space.sizes.values(), strict=False))
 
 
 def plan_operators(
@@ -260,7 +297,9 @@ def trace_whole_step(subject: Subject, num_devices: int, remat: str | None) -> O
     """Return the operators of a step of all examples at once."""
     one = subject.state(Choice(layout=Layout(mesh={axes.DATA: num_devices})), num_devices).figures
     ratio = one.optimizer / one.parameters
-    return trace_operators(subject.program(remat), subject.num_parameter_arrays, ratio)
+    model, experts = subject.find_model(remat), TracedExperts(1)
+    program = trace_loss(model, subject.loss, subject.batch, True, None, experts, subject.target, scoped=True)
+    return trace_operators(program, subject.parameter_paths, ratio)
 
 
 def shard_by_rules(
@@ -274,7 +313,7 @@ def shard_by_rules(
       sizes: axis -> size.
       layout: completed for the model.
     """
-    space = ShardedOperators(graph=graph, machine=machine, sizes=_prime_axes(sizes))
+    space = ShardedOperators(graph=graph, machine=machine, sizes=_split_axes(sizes))
     return space, _shard_by_rules(space, layout, [axis.split()[0] for axis in space.sizes])
 
 
@@ -286,7 +325,7 @@ def _best_by_rules(
     for each in list_layouts(num_devices, layout):
         sizes = axis_sizes(each.mesh, num_devices)
         # all ZeRO stages send the same bytes if gathered weights are kept for the backward
-        if sizes[axes.PIPELINE] > 1 or each.zero != 3:
+        if sizes[axes.PIPELINE] > 1 or each.zero != 3 or sum(n > 1 for n in sizes.values()) > MOST_AXES:
             continue
         try:
             completed = subject.state(Choice(layout=each), num_devices).layout
@@ -305,20 +344,27 @@ def _best_by_rules(
     return space, rules, shardings
 
 
-def _prime_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Split each axis of a mesh into axes of prime sizes.
+def _split_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Split the axes of a mesh, the largest first, until there are as many as single operators may have.
 
-    >>> _prime_axes({"data": 6, "fsdp": 1, "tensor": 2})
-    {'data 0': 2, 'data 1': 3, 'tensor 0': 2}
+    >>> _split_axes({"data": 6, "fsdp": 1, "tensor": 2})
+    {'data 0': 3, 'data 1': 2, 'tensor 0': 2}
     """
-    found = {}
-    for axis, size in sizes.items():
-        number = 0
-        while size > 1:
-            found[f"{axis} {number}"] = divisors(size)[1]
-            size //= divisors(size)[1]
-            number += 1
-    return found
+    found = [(axis, size) for axis, size in sizes.items() if size > 1]
+    while len(found) < MOST_AXES:
+        size, at = max(
+            ((size, -i) for i, (_, size) in enumerate(found) if len(divisors(size)) > 2), default=(0, 0)
+        )
+        if not size:
+            break
+        axis, least = found[-at][0], divisors(size)[1]
+        found[-at : 1 - at] = [(axis, size // least), (axis, least)]
+    numbers = Counter[str]()
+    names = []
+    for axis, _ in found:
+        names.append(f"{axis} {numbers[axis]}")
+        numbers[axis] += 1
+    return dict(zip(names, (size for _, size in found), strict=True))
 
 
 def _shard_by_rules(

@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -49,6 +50,8 @@ class Operator:
       work: work of each of its kernels.
       names: its dim names in the rules of a layout.
       kept_bytes: memory of a parameter, its gradient and optimizer state.
+      scope: the model's operator of which it is a part, or path of the parameter; "" if that is not known.
+      result: dim names of its result.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Operator:
     sizes: Mapping[str, int]
     work: tuple[Work, ...]
     kept_bytes: float = 0.0
+    scope: str = ""
+    result: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,20 @@ class Operators:
     operators: tuple[Operator, ...]
     values: tuple[Value, ...]
 
+    @cached_property
+    def groups(self) -> Mapping[int, tuple[int, ...]]:
+        """First operator of a scope -> all of the scope, which a run shards by the dims of the first.
+
+        Without any scope, each operator is a group.
+        """
+        if not any(each.scope for each in self.operators):
+            return {number: (number,) for number in range(len(self.operators))}
+        of_scope: defaultdict[str, list[int]] = defaultdict(list)
+        for number, each in enumerate(self.operators):
+            if each.scope:
+                of_scope[each.scope].append(number)
+        return {numbers[0]: tuple(numbers) for numbers in of_scope.values()}
+
 
 def find_dims(names: Iterable[str | None]) -> list[str]:
     """Return the dims with these names that can be sharded.
@@ -112,6 +131,11 @@ def find_dims(names: Iterable[str | None]) -> list[str]:
     """
     found = (SAME_DIM.get(name, name) for name in names if name is not None)
     return [name for name in found if name not in WHOLE]
+
+
+def _rename(names: Iterable[str | None]) -> tuple[str | None, ...]:
+    """Return the dims with these names, also those that are never sharded."""
+    return tuple(name and SAME_DIM.get(name, name) for name in names)
 
 
 IN_ORDER = frozenset(
@@ -126,16 +150,16 @@ REARRANGING = frozenset(("copy", "reduce_sum", "transpose"))
 """Kernels that only move elements, unless they add them up."""
 
 
-def trace_operators(program: Program, num_parameters: int, state_ratio: float) -> Operators:
+def trace_operators(program: Program, parameters: Sequence[str], state_ratio: float) -> Operators:
     """Return the operators of the program of a loss and its gradient.
 
     Args:
       program: the traced program; its first inputs are the parameters, its last results their gradients, and
         its first result is the loss.
-      num_parameters: number of parameter arrays.
+      parameters: paths of the parameters.
       state_ratio: bytes of optimizer state for each byte of parameters.
     """
-    walk = _Walk(program=program, num_parameters=num_parameters)
+    walk = _Walk(program=program, parameters=parameters)
     walk.add_kernels(program, (), 1)
     walk.add_parameters(state_ratio)
     return Operators(operators=tuple(walk.operators), values=tuple(walk.list_values()))
@@ -151,7 +175,7 @@ class _Walk:
 
     Args:
       program: the program of the step.
-      num_parameters: number of parameter arrays.
+      parameters: paths of the parameters.
       operators: the operators.
       same: array -> the same array in another scope or before a change of sharding.
       source: array -> number of the operator that makes it, and the dims that it can be split over.
@@ -162,7 +186,7 @@ class _Walk:
     """
 
     program: Program
-    num_parameters: int
+    parameters: Sequence[str]
     operators: list[Operator] = field(default_factory=list)
     same: dict[_Name, _Name] = field(default_factory=dict)
     source: dict[_Name, tuple[int, frozenset[str]]] = field(default_factory=dict)
@@ -200,6 +224,8 @@ class _Walk:
                 names=kernel.dims,
                 sizes=_find_sizes(program, kernel),
                 work=tuple(_list_work(program, kernel, trips)),
+                scope=kernel.scope,
+                result=_rename(arrays[kernel.writes[0]].dims) if kernel.writes else (),
             )
         )
 
@@ -243,9 +269,9 @@ class _Walk:
     def add_parameters(self, state_ratio: float) -> None:
         """Add the operators that store and update parameters."""
         arrays, program = self.program.arrays, self.program
-        num_parameters = self.num_parameters
+        num_parameters = len(self.parameters)
         gradients = program.outputs[len(program.outputs) - num_parameters :]
-        for i, gradient in zip(program.inputs[:num_parameters], gradients, strict=True):
+        for path, i, gradient in zip(self.parameters, program.inputs, gradients, strict=False):
             array, number = arrays[i], len(self.operators)
             dims = frozenset(find_dims(array.dims))
             # gradients of all parameters and blocks are added up together
@@ -262,6 +288,8 @@ class _Walk:
                     sizes=_find_array_sizes([array]),
                     work=((Part(0.0, dims), (moved,), 1),),
                     kept_bytes=(2 + state_ratio) * array.num_bytes,
+                    scope=path,
+                    result=_rename(array.dims),
                 )
             )
 
@@ -281,7 +309,7 @@ class _Walk:
                 is_parameter = self.operators[number].kind == "update"
                 # parameters are gathered together with others
                 found = [
-                    replace(use, messages=use.messages / self.num_parameters) if is_parameter else use
+                    replace(use, messages=use.messages / len(self.parameters)) if is_parameter else use
                     for use in uses[name]
                 ]
                 yield Value(dims=dims, source=number, uses=tuple(found), is_parameter=is_parameter)

@@ -1,0 +1,390 @@
+"""Name the operators of a traced loss, and let devices compute parts of each by a sharding of its own.
+
+An operator is a matrix product, a convolution or a lookup in a parameter. A mesh axis splits at most one of
+its dims. Its backward pass, which jax derives, is split alike. Next: `dims.py`, the dims of operators.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from posixpath import commonpath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import AxisType, PartitionSpec
+
+from shardtrain.errors.messages import near, refuse
+from shardtrain.jaxpr.dims import find_moves, find_summed
+from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, scan_counts, split_operands
+from shardtrain.jaxpr.forward import bind, forward
+from shardtrain.jaxpr.scan_pieces import run_steps
+from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
+
+CONVOLUTION, LOOKUP = "conv_general_dilated", "gather"
+KINDS = (CONVOLUTION, LOOKUP, "dot_general")
+"""Primitives of operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator of a traced loss.
+
+    Args:
+      name: path of its parameter, or of the module from which its operands come, then its primitive, and a
+        number if several have this name.
+      dims: size of each dim that may be split: "0", "1" of its result, "sum0" of what it sums over.
+      operands: the names of the dims of each operand; "" for a dim that is not split.
+      weight: the number of the operand that is a parameter; None without one.
+      path: of this parameter, or of the module.
+      num_blocks: steps of the scan that it is in; 0 outside of scans.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    operands: tuple[tuple[str, ...], ...]
+    weight: int | None
+    path: str
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of the program.
+
+    Args:
+      array: the array.
+      path: of the parameter, or of the module that computed it.
+      is_weight: whether it depends on parameters and constants only.
+      maker: name of the newest operator whose result it is, up to elementwise operations.
+    """
+
+    array: Any
+    path: str | None = None
+    is_weight: bool = False
+    maker: str = ""
+
+
+def split_key(key: str) -> tuple[str, range | None]:
+    """Split a key of a table into the name of an operator and the blocks of a scan.
+
+    >>> split_key("blocks/up/kernel:dot_general[2-5]"), split_key("head/kernel:dot_general")
+    (('blocks/up/kernel:dot_general', range(2, 6)), ('head/kernel:dot_general', None))
+    """
+    found = re.fullmatch(r"(.*)\[(\d+)(?:-(\d+))?\]", key)
+    return (key, None) if found is None else (found[1], range(int(found[2]), int(found[3] or found[2]) + 1))
+
+
+@dataclass(kw_only=True)
+class OperatorPass:
+    """Computes programs with the shardings of a table, and lists their operators.
+
+    Args:
+      table: key -> shards. A key is the name of an operator, or, as in "NAME[2-5]", of some steps of a scan.
+      sizes: axis -> size.
+      scoped: whether each equation is in a named scope of the newest operator that it depends on.
+      operators: name -> operator.
+      problems: of the table, one sentence each.
+    """
+
+    table: Mapping[str, Shards] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    scoped: bool = False
+    operators: dict[str, Operator] = field(default_factory=dict)
+    problems: dict[str, None] = field(default_factory=dict)
+    _named: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _paths: frozenset[str] = frozenset()
+    _outer: tuple[int, ...] = ()
+    _num_blocks: int = 0
+    _block: int | None = None
+
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+        """Return the outputs of a program.
+
+        Args:
+          closed: the program.
+          inputs: its inputs, of which the first are parameters.
+          paths: paths of these parameters.
+        """
+        self._paths = frozenset(paths)
+        for found in (self.operators, self.problems, self._named):
+            found.clear()
+        values = [_Value(x, path, True) for x, path in zip(inputs, paths, strict=False)]
+        values += [_Value(x) for x in inputs[len(values) :]]
+        return [value.array for value in self._evaluate(closed, values)]
+
+    def check(self) -> None:
+        """Refuse keys that name no operator, and shards that do not fit their operator.
+
+        Raises:
+          ValueError: lists them.
+        """
+        for key in self.table:
+            name, blocks = split_key(key)
+            if name not in self.operators:
+                self.problems[f"there is no operator {near(name, self.operators)}"] = None
+            elif blocks and blocks.stop > (number := self.operators[name].num_blocks):
+                text = f"{key} has blocks up to {blocks.stop - 1}, and a scan computes {number}"
+                self.problems[f"{text}; use 0 to {number - 1}" if number else f"{text}; leave them out"] = (
+                    None
+                )
+        refuse("the operators of the layout do not fit the model", list(self.problems))
+
+    def _evaluate(self, closed: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
+        consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+        def constant(v: Any) -> _Value:
+            return _Value(v.val if isinstance(v, Literal) else consts[v], is_weight=True)
+
+        return forward(closed, values, self._compute, constant)
+
+    def _compute(self, equation: Any, values: list[_Value]) -> Sequence[_Value]:
+        name = equation.primitive.name
+        if (called := find_call(equation, (*CALLS, *REMATS, "scan"))) is not None:
+            before, self._outer = self._outer, (*self._outer, id(equation))
+            found = self._compute_call(equation, called, values)
+            self._outer = before
+            return found
+        path = _join([value.path for value in values if value.path is not None])
+        is_weight = all(value.is_weight for value in values)
+        is_kind = _find_plain(equation).primitive.name in KINDS and not is_weight
+        if is_kind and (operator := self._find_operator(equation, values, path or "")):
+            inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
+            return [_Value(self._shard(equation, values, operator), inside, maker=operator.name)]
+        maker = max((value.maker for value in values), key=self._number, default="")
+        if name == "sharding_constraint" and self._find_shards(maker) is not None:
+            return values
+        with self._scope(maker):
+            arrays = bind(equation, [value.array for value in values])
+        return [_Value(x, path, is_weight, maker) for x in arrays]
+
+    def _compute_call(self, equation: Any, called: ClosedJaxpr, values: list[_Value]) -> Sequence[_Value]:
+        if equation.primitive.name in CALLS:
+            return self._evaluate(called, values)
+        arrays = [value.array for value in values]
+        if equation.primitive.name != "scan":
+            traced, found = self._trace(called, values)
+            new = equation.replace(params={**equation.params, "jaxpr": traced.jaxpr})
+            return [replace(v, array=x) for v, x in zip(found, bind(new, arrays), strict=True)]
+        before, (self._block, self._num_blocks) = (
+            (self._block, self._num_blocks),
+            (0, equation.params["length"]),
+        )
+        num_consts, num_carried = scan_counts(equation)
+        # later blocks read what the block before made
+        _, found = self._trace(called, values)
+        for number, made in enumerate(found[:num_carried], num_consts):
+            values[number] = replace(values[number], maker=made.maker or values[number].maker)
+        consts, carry, rows = split_operands(equation, arrays)
+        stacks: list[list[Any]] = []
+        for start, end in self._find_segments(reverse=equation.params["reverse"]):
+            self._block = start
+            steps, found = self._trace(called, values)
+            new = equation.replace(params={**equation.params, "jaxpr": steps})
+            part = [x[start:end] for x in rows] if end - start < self._num_blocks else rows
+            carry, stack = run_steps(new, consts, carry, part, end - start)
+            stacks.append(stack)
+        self._block, self._num_blocks = before
+        ordered = stacks[:: -1 if equation.params["reverse"] else 1]
+        pieces = map(list, zip(*ordered, strict=True))
+        stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in pieces]
+        return [replace(v, array=x) for v, x in zip(found, [*carry, *stacked], strict=True)]
+
+    def _find_segments(self, *, reverse: bool) -> list[tuple[int, int]]:
+        """Return the first block, and the one after the last, of runs of equally sharded blocks of a scan."""
+        depth = len(self._outer)
+        inside = {name for key, name in self._named.items() if key[:depth] == self._outer}
+        ranges = [
+            blocks for key in self.table for name, blocks in [split_key(key)] if blocks and name in inside
+        ]
+        ends = {0, self._num_blocks, *(end for each in ranges for end in (each.start, each.stop))}
+        found = list(pairwise(sorted(end for end in ends if end <= self._num_blocks)))
+        return found[:: -1 if reverse else 1]
+
+    def _trace(self, called: ClosedJaxpr, values: Sequence[_Value]) -> tuple[ClosedJaxpr, list[_Value]]:
+        """Trace a program with constraints; return it, and values that describe its outputs."""
+        found: list[_Value] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            given = [replace(v, array=x) for v, x in zip(values, arrays, strict=True)]
+            found[:] = self._evaluate(called, given)
+            return [value.array for value in found]
+
+        return jax.make_jaxpr(run)(*called.in_avals), found
+
+    def _find_operator(self, equation: Any, values: Sequence[_Value], path: str) -> Operator | None:
+        """Return the operator of an equation; None if it is none."""
+        plain, shapes = _find_plain(equation), [v.aval.shape for v in equation.invars]
+        kind, params = plain.primitive.name, plain.params
+        both = range(2)
+        weight = next((i for i in both if values[i].is_weight and values[i].path is not None), None)
+        moves, summed = [dict(find_moves(plain, i)) for i in both], find_summed(plain)
+        if kind == LOOKUP:
+            # each device would look up only some of the entries
+            summed = []
+            if weight != 0 or any(params["slice_sizes"][dim] != shapes[0][dim] for dim in moves[0]):
+                return None
+        elif kind == CONVOLUTION:
+            # neighbours in space need each other, and XLA splits groups wrongly (docs/xla)
+            left, right, out = params["dimension_numbers"]
+            moves = [{left[0]: out[0]}, {right[0]: out[1]}]
+            if params["feature_group_count"] * params["batch_group_count"] > 1:
+                moves[1], summed = {}, []
+        shape = equation.outvars[0].aval.shape
+        dims = {str(to): shape[to] for to in sorted({to for move in moves for to in move.values()})}
+        named = [{dim: str(to) for dim, to in move.items()} for move in moves]
+        for number, each in enumerate(summed):
+            for i, dim in each.items():
+                named[i][dim] = f"sum{number}"
+                dims[f"sum{number}"] = shapes[i][dim]
+        key = (*self._outer, id(equation))
+        path = path if weight is None else values[weight].path or ""
+        if key not in self._named:
+            base = f"{path}:{kind}"
+            number = sum(name.startswith(f"{base}:") or name == base for name in self.operators) + 1
+            self._named[key] = base if number == 1 else f"{base}:{number}"
+        found = Operator(
+            name=self._named[key],
+            dims=dims,
+            operands=tuple(tuple(named[i].get(dim, "") for dim in range(len(shapes[i]))) for i in both),
+            weight=weight,
+            path=path,
+            num_blocks=self._num_blocks,
+        )
+        self.operators[found.name] = found
+        return found
+
+    def _find_shards(self, name: str) -> Shards | None:
+        """Return the shards of an operator in this block; None if the table has none."""
+        ranges = (
+            shards
+            for key, shards in self.table.items()
+            for own, blocks in [split_key(key)]
+            if blocks is not None and own == name and self._block in blocks
+        )
+        return next(ranges, self.table.get(name))
+
+    def _shard(self, equation: Any, values: Sequence[_Value], operator: Operator) -> jax.Array:
+        """Compute an operator with the shards of the table, if they fit."""
+        shards, arrays = self._find_shards(operator.name), [value.array for value in values]
+        problems = (
+            [] if shards is None else find_shard_problems(operator.name, operator.dims, shards, self.sizes)
+        )
+        self.problems.update(dict.fromkeys(problems))
+        with self._scope(operator.name):
+            if shards is None or problems:
+                (found,) = bind(equation, arrays)
+                return found
+            return _compute_parts(_find_plain(equation), arrays, operator, shards)
+
+    def _number(self, name: str) -> int:
+        """Return the place of an operator in the program."""
+        return list(self.operators).index(name) if name else -1
+
+    def _scope(self, name: str) -> AbstractContextManager[Any]:
+        return jax.named_scope(f"<{name}>") if self.scoped and name else nullcontext()
+
+
+def find_scope(equation: Any) -> str:
+    """Return the operator in whose scope an equation was traced, also if jax derived it; "" for none."""
+    found = re.findall(r"<(.*?)>", str(equation.source_info.name_stack))
+    return found[-1] if found else ""
+
+
+def _find_plain(equation: Any) -> Any:
+    """Return the convolution that a run maps over devices (functional/per_device.py); else the equation."""
+    if equation.primitive.name != "shard_map":
+        return equation
+    inner = [each for each in equation.params["jaxpr"].eqns if each.primitive.name == CONVOLUTION]
+    if len(inner) != 1 or len(equation.invars) != 2:
+        return equation
+    # a device has some of the groups, so its parameters do not say whether there are several
+    of_left, of_right, _ = inner[0].params["dimension_numbers"]
+    left, right = (v.aval.shape for v in equation.invars)
+    is_whole = left[of_left[1]] == right[of_right[1]]
+    return equation.replace(primitive=inner[0].primitive, params=inner[0].params) if is_whole else equation
+
+
+def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, shards: Shards) -> jax.Array:
+    """Compute an operator part by part: each device has its own shards, and partial sums are added up.
+
+    The compiler's partitioner, which is wrong for some operators, sees only changes of sharding.
+    """
+    mesh, ndim = jax.sharding.get_abstract_mesh(), equation.outvars[0].aval.ndim
+    auto = {
+        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto
+    }
+    summed = tuple(axis for axis, dim in shards.items() if dim.startswith("sum"))
+
+    def compute(*parts: jax.Array) -> jax.Array:
+        params = dict(equation.params)
+        # of the mesh outside, whose axes are manual here
+        if "out_sharding" in params:
+            params["out_sharding"] = None
+        if equation.primitive.name == LOOKUP:
+            shape, gone = parts[0].shape, params["dimension_numbers"].collapsed_slice_dims
+            params["slice_sizes"] = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
+        # all vary over the same axes: so the gradient of what several devices have is summed
+        missing = [tuple(set(shards) - jax.typeof(x).manual_axis_type.varying) for x in parts]
+        parts = tuple(lax.pcast(x, m, to="varying") if m else x for x, m in zip(parts, missing, strict=True))
+        found = equation.primitive.bind(*parts, **params)
+        return lax.psum(found, summed) if summed else found
+
+    specs = [
+        PartitionSpec(*(find_axes(dim, shards) or None for dim in dims))
+        for dims in (*operator.operands, [str(number) for number in range(ndim)])
+    ]
+    mapped = jax.shard_map(compute, in_specs=tuple(specs[:-1]), out_specs=specs[-1], axis_names=auto)
+    return mapped(*arrays)
+
+
+def _join(paths: Sequence[str]) -> str | None:
+    """Return the module that contains all of these; None without any."""
+    return commonpath(paths) if paths else None
+
+
+def run_operators(function: Callable[..., Any], each: OperatorPass) -> Callable[..., Any]:
+    """Return a function (parameters, ...) that is computed by a pass.
+
+    Args:
+      function: the loss, of a tree of parameters and any other arguments.
+      each: the pass, which then lists the operators.
+    """
+
+    def compute(params: Any, *rest: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *rest)
+        leaves = jax.tree.leaves_with_path(params)
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        found = each.run(traced, jax.tree.leaves((params, *rest)), paths)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return compute
+
+
+def shard_operators(
+    function: Callable[..., Any],
+    table: Mapping[str, Shards],
+    sizes: Mapping[str, int],
+    *,
+    strict: bool = True,
+) -> Callable[..., Any]:
+    """Return a function that computes the operators of a table with their shardings.
+
+    Args:
+      function, table, sizes: see `run_operators` and `OperatorPass`.
+      strict: whether to refuse a table that does not fit, when the function is traced.
+    """
+    each = OperatorPass(table=table, sizes=sizes)
+    sharded = run_operators(function, each)
+
+    def compute(*arguments: Any) -> Any:
+        found = sharded(*arguments)
+        if strict:
+            each.check()
+        return found
+
+    return compute if table else function
