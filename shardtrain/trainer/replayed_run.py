@@ -22,7 +22,7 @@ from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.data import Batches
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.history import ELASTIC, History
-from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
+from shardtrain.elastic.ledger import find_steps, is_valid_checkpoint, list_ledger
 from shardtrain.elastic.replay import hash_arrays, list_differences, replay_steps
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss_checks import guard_loss
@@ -88,7 +88,8 @@ def replay_run(
         raise ValueError(f"step {first} has no checkpoint in {folder}; give one of {sorted(readers)}, or 0")
     epochs = select_past(history.epochs, readers, first, last)
     lines = list_ledger(epochs, last, first, history.plain)
-    if plain := sorted(set(range(first, last)) - {line.step for line in lines}):
+    done = {step for steps in find_steps(epochs, last, history.plain) for step in steps}
+    if plain := sorted(set(range(first, last)) - done):
         raise ValueError(
             f"steps {plain[0]} to {plain[-1] + 1} were trained without --elastic, and islands have no part in"
             " them; give steps before or after"
