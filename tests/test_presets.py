@@ -1,4 +1,4 @@
-"""The presets: examples with the strategies of HetSeq and HetPipe, as launched, of smaller models."""
+"""The presets: examples with the strategies of published systems, as launched, of smaller models."""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +9,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--model.embed", "16", "--model.num-heads", "2", "--model.mlp", "32"]
-HETSEQ = {
+EXAMPLES = {
     # the first steps of Adam divide rounding by gradients that are almost 0
     "digits_resnet": [
         *("--model.depth", "11", "--model.filters", "4", "--batch", "16"),
@@ -51,16 +51,35 @@ def trained(warm_shardtrain, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", ["digits_resnet", "bert_text", "translation_text"])
-def test_hetseq_is_one_device_on_islands_and_learns(example, trained):
-    options = [*HETSEQ[example], "--steps", "4", "--evaluate-every", "4"]
+@pytest.mark.parametrize(
+    ("example", "num_islands", "preset"),
+    [
+        ("digits_resnet", 2, "hetseq"),
+        ("bert_text", 2, "hetseq"),
+        ("translation_text", 2, "hetseq"),
+        ("digits_resnet", 4, "hypar_flow"),
+        ("bert_text", 2, "ddp"),
+    ],
+)
+def test_it_is_one_device_on_islands_and_learns(example, num_islands, preset, trained):
+    options = [*EXAMPLES[example], "--steps", "4", "--evaluate-every", "4"]
     one, _ = trained(example, 1, *options)
-    islands, printed = trained(example, 2, *options, "--strategy", str(ROOT / "meshes/hetseq.toml"))
+    strategy = ["--strategy", str(ROOT / f"meshes/{preset}.toml")]
+    islands, printed = trained(example, num_islands, *options, *strategy)
     for line, expected in zip(islands, one, strict=True):
         assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=2e-5)
     assert islands[-1]["heldout/loss"] == pytest.approx(one[-1]["heldout/loss"], rel=2e-5)
-    assert islands[-1]["train/loss"] < islands[0]["train/loss"]
+    assert min(line["train/loss"] for line in islands[1:]) < islands[0]["train/loss"]
     assert "rank   island" in printed
+
+
+@pytest.mark.full
+def test_adasum_combines_the_gradients_of_islands(trained):
+    options = [*EXAMPLES["bert_text"], "--steps", "4", "--optimizer.name", "lamb"]
+    lines, _ = trained("bert_text", 2, *options, "--strategy", str(ROOT / "meshes/adasum.toml"))
+    assert all(0.5 <= value <= 1.5 for name, value in lines[0].items() if name.startswith("orthogonality"))
+    assert any(name.startswith("orthogonality") for name in lines[0])
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from shardtrain.checkpoints.discover import DiscoveredCheckpoint, Gather, discov
 from shardtrain.checkpoints.flatten import describe, describe_restorable, find_extra_problems, flatten
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.paths import revoke_others
+from shardtrain.checkpoints.paths import revoke_unfinished
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.restore import restore_arrays
@@ -95,7 +95,7 @@ class Checkpoints:
         return self._folders.all
 
     def set_writer(self, name: str, may_finish: Callable[[], bool]) -> None:
-        """Let other processes take over, each of which saves the run after `revoke_others` alone.
+        """Let other processes take over, each of which calls `revoke` before it saves.
 
         Args:
             name: name of this process, which no other one ever has.
@@ -104,9 +104,13 @@ class Checkpoints:
         """
         self._folders.writer, self._saver.may_finish = name, may_finish
 
-    def revoke_others(self) -> None:
-        """Take over from other processes: no save that they have begun can become a checkpoint any more."""
-        revoke_others(self.folder, self._folders.writer)
+    def revoke(self, select: Callable[[set[str]], set[str]]) -> None:
+        """Take over from other processes: no save that they have begun can become a checkpoint any more.
+
+        Args:
+            select: names of processes with unfinished saves -> those from whom this one takes over.
+        """
+        revoke_unfinished(self.folder, self._folders.writer, select)
 
     def latest(self) -> int | None:
         """Return the newest step of which this part is finished, or None; call `wait` to finish a save."""

@@ -116,7 +116,7 @@ class CheckpointFolders:
         """Rename the partial folder of a step, complete with its manifest, to its final name.
 
         Raises:
-            FileNotFoundError: another writer has taken over, see `paths.revoke_others`.
+            FileNotFoundError: another writer has taken over, see `paths.revoke_unfinished`.
         """
         self.partial(step).rename(paths.step_folder(self.target, step, self.part))
         sync(self.target)

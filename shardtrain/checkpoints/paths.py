@@ -7,10 +7,11 @@ it is complete. Next: `manifest.py`, which describes a finished folder.
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from shardtrain.checkpoints.manifest_entries import MOST_PARTS, WHOLE, WriterPart
+from shardtrain.system.atomic_write import take_away
 from shardtrain.system.run_lock import LOCK
 
 CHECKPOINTS = "checkpoints"
@@ -89,24 +90,21 @@ def partial_folders(folder: Path, writer: str = "") -> list[Path]:
     return sorted(path for path in found if not writer or path.name.partition(_BY)[2] in own)
 
 
-def revoke_others(folder: Path, writer: str) -> None:
-    """Delete what other writers have not finished; none of it can become a checkpoint after this.
+def revoke_unfinished(folder: Path, writer: str, select: Callable[[set[str]], set[str]]) -> None:
+    """Delete what some writers have not finished; none of it can become a checkpoint after this.
 
     A save becomes a checkpoint by the renaming of its folder, which fails if the folder is gone.
 
     Args:
         folder: folder of the checkpoints.
         writer: name of the writer that takes over.
+        select: names of writers with unfinished saves -> those from whom it takes over.
     """
     if folder.exists():
         os.utime(folder)  # a network file system then lists what its server has
-    for path in set(partial_folders(folder)) - set(partial_folders(folder, writer)):
-        gone = path.with_name(path.name.partition(_BY)[0] + PARTIAL)
-        delete(gone)
-        # it is whole, or gone for its writer, who may have been faster
-        with suppress(FileNotFoundError):
-            path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    found = {path: path.name.removesuffix(PARTIAL).partition(_BY)[2] for path in partial_folders(folder)}
+    revoked = select(set(found.values()) - {"", writer})
+    take_away([path for path, by in found.items() if by in revoked], folder / f".old.{writer}")
 
 
 def has_manifest(step_folder: Path) -> bool:

@@ -138,7 +138,9 @@ class Propose:
 
 @dataclass(frozen=True)
 class Revoke:
-    """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
+    """Take over from the chiefs of earlier epochs: no save that they have begun may count after this."""
+
+    number: int
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,16 @@ def read_epoch(files: RunFiles, number: int) -> Epoch:
     return parse_epoch(files.wait_for(number))
 
 
+def find_chiefs(files: RunFiles, names: set[str], number: int) -> set[str]:
+    """Return which of some islands were chiefs before an epoch."""
+    found = set[str]()
+    for earlier in range(number - 1, 0, -1):
+        if found == names:
+            break
+        found |= {read_epoch(files, earlier).names[0]} & names
+    return found
+
+
 def list_epochs(files: RunFiles) -> list[Epoch]:
     """Return all epochs of a run, in order."""
     return [read_epoch(files, number) for number in range(1, files.newest() + 1)]

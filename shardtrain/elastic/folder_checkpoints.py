@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.epoch_files import find_chiefs, list_epochs
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Member
 from shardtrain.elastic.run_files import RunFiles, SavedCheckpoint
@@ -46,9 +46,11 @@ class FolderCheckpoints:
         self._found = next(reversed(self._list_valid()), None)
         return self._found.step if self._found else 0
 
-    def revoke(self) -> None:
+    def revoke(self, number: int) -> None:
         """Take over from earlier chiefs, see `island.IslandCheckpoints`."""
-        self._files.revoke_checkpoints(self._member.me.name)
+        self._files.revoke_checkpoints(
+            self._member.me.name, lambda names: find_chiefs(self._files, names, number)
+        )
 
     def restore(self) -> bool:
         """Set the program's state to the checkpoint that was found; return False if there was none."""

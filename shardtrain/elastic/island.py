@@ -78,8 +78,8 @@ class IslandCheckpoints(Protocol):
         """Return the step of the newest valid checkpoint; 0 if there is none."""
         ...
 
-    def revoke(self) -> None:
-        """Take over from earlier chiefs: no save that they have begun may become a checkpoint after this."""
+    def revoke(self, number: int) -> None:
+        """Take over from the chiefs before an epoch: no save that they have begun may count after this."""
         ...
 
     def restore(self) -> bool:
@@ -307,8 +307,8 @@ class ElasticIsland:
                     self._initial = copy_leaves(self._program.state)
                 self._program.state = jax.tree.unflatten(self._state_tree, arrays)
                 self._post(engine.StateReceived(peer, step))
-            case engine.Revoke():
-                self._checkpoints.revoke()
+            case engine.Revoke(number):
+                self._checkpoints.revoke(number)
             case engine.FindCheckpoint():
                 self._post(engine.Checkpoint(self._checkpoints.find()))
             case engine.Restore():

@@ -538,7 +538,7 @@ class Member:
             self._end("left" if self._leaves else "excluded")
             return
         if epoch.names[0] == self.me.name and not self.is_chief:
-            self._do(Revoke())
+            self._do(Revoke(epoch.number))
         if self.phase is Phase.JOIN and is_named and epoch.founded:
             self.step = epoch.step
             self._do(Restore(epoch.step))

@@ -10,12 +10,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardtrain.system.atomic_write import create_file, replace_file, sync
+from shardtrain.system.atomic_write import create_file, replace_file, sync, take_away
 from shardtrain.system.untrusted_files import name_problem, read_bytes
 
 EPOCHS, ALIVE, CHECKPOINTS, MEMBERS = "epochs", "alive", "checkpoints", "members"
@@ -226,20 +226,17 @@ class RunFiles:
             sync(self._checkpoints)
         return True
 
-    def revoke_checkpoints(self, writer: str) -> None:
-        """Delete what other islands have not committed, so that they cannot commit it any more.
+    def revoke_checkpoints(self, writer: str, select: Callable[[set[str]], set[str]]) -> None:
+        """Delete what some islands have not committed, so that they cannot commit it any more.
 
         Args:
-          writer: name of the island that takes over, which is the chief by the newest epoch.
+          writer: name of the island that takes over.
+          select: names of islands with unfinished checkpoints -> those from whom it takes over.
         """
         _refresh(self._checkpoints)
-        gone = self._checkpoints / f".old.{writer}"
-        for path in self._checkpoints.glob(f"{NEW}*"):
-            if path.name != f"{NEW}{writer}":
-                # it is whole, or gone for its writer, who may have been faster
-                with suppress(FileNotFoundError):
-                    path.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+        found = {path.name.removeprefix(NEW): path for path in self._checkpoints.glob(f"{NEW}*")}
+        revoked = select(set(found) - {writer})
+        take_away([found[name] for name in revoked], self._checkpoints / f".old.{writer}")
 
     def list_checkpoints(self) -> list[SavedCheckpoint]:
         """List all checkpoints by step and epoch, void ones too."""

@@ -6,8 +6,9 @@ Temporary names are created exclusively, so files of other processes are never o
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -120,6 +121,20 @@ def create_file(path: Path, content: bytes, mode: int = READABLE) -> bool:
     finally:
         # the final file is the same inode: a later write to the temporary name would change it
         part.unlink(missing_ok=True)
+
+
+def take_away(folders: Iterable[Path], own: Path) -> None:
+    """Delete folders that other processes may be about to rename: each is whole or gone for them.
+
+    Args:
+      folders: the folders; one that is gone already is skipped.
+      own: a path in the same file system that no other process uses.
+    """
+    for each in folders:
+        shutil.rmtree(own, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            each.rename(own)
+    shutil.rmtree(own, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

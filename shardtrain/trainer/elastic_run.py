@@ -9,7 +9,6 @@ import os
 import socket
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
-from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.epoch_files import find_chiefs, list_epochs
 from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
@@ -35,7 +34,6 @@ from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.network import ADDRESS
-from shardtrain.report.sinks.sink import Sinks
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
@@ -55,12 +53,9 @@ from shardtrain.trainer.synchronisation import compute_fingerprints
 if TYPE_CHECKING:
     from shardtrain.elastic.island import ElasticIsland
 
-FACTS, MOST_FACTS_BYTES = "facts.json", 1 << 24
+FACTS, MOST_FACTS_BYTES = "facts-{}.json", 1 << 24
 NO_METRICS: Metrics = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
 """Of a step before an exchange, which has the metrics of all steps since the last one."""
-
-KEPT_LINES = 64
-"""Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
 
 ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 """Outcomes after which the same command joins the run again, or continues it."""
@@ -301,7 +296,7 @@ class ElasticRun:
         Raises:
           ValueError: the diff.
         """
-        path = self._folder / ELASTIC / FACTS
+        path = self._folder / ELASTIC / FACTS.format(self._find_founded())
         found = read_json(path, MOST_FACTS_BYTES)
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
@@ -309,6 +304,11 @@ class ElasticRun:
         title = f"this island cannot join the run in {self._folder}:"
         if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
+
+    def _find_founded(self) -> int:
+        """Return the number of the newest epoch for which the founder has written its facts; 0 if none."""
+        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
+        return max((int(text) for text in texts if text.isdecimal()), default=0)
 
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; void ones are deleted."""
@@ -330,15 +330,17 @@ class ElasticRun:
             if not is_valid(each.step, each.extra.get(ELASTIC)):
                 delete(each.folders[0])
 
-    def revoke(self) -> None:
-        """Take over the checkpoints from earlier chiefs, which can finish no save after this."""
-        self._checkpoints.checkpoints.revoke_others()
+    def revoke(self, number: int) -> None:
+        """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
+        self._checkpoints.checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
         # an earlier chief may have finished a save since `find`
         self._drop_void()
-        replace_file(self._folder / ELASTIC / FACTS, json.dumps(self._facts).encode())
+        # of this epoch: one that was frozen here must not change those of a later founder
+        path = self._folder / ELASTIC / FACTS.format(self.island.member.number)
+        replace_file(path, json.dumps(self._facts).encode())
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
         self._program.state = None
@@ -421,44 +423,6 @@ def mark_plain(folder: Path, step: int) -> None:
     """Record that a run continues from a step without `--elastic`, if it had islands that came and went."""
     if (folder / ELASTIC / EPOCHS / "1.json").exists():
         RunFiles(folder / ELASTIC).mark_plain(step)
-
-
-class ElasticSinks:
-    """A sink of which only the chief writes; others keep the newest lines, to write them if it is lost.
-
-    Args:
-      elastic: this island.
-      step: steps done when it joined.
-      open_sinks: (steps done) -> the sinks, with no later lines, and the step of the last line.
-    """
-
-    def __init__(
-        self, elastic: ElasticRun, step: int, open_sinks: Callable[[int], tuple[Sinks, int | None]]
-    ) -> None:
-        self._elastic, self._open, self._step = elastic, open_sinks, step
-        self._lines: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT_LINES)
-        self._sinks: Sinks | None = None
-        self.last_step: int | None = None
-        if elastic.may_write():
-            # this island has founded the run: what it did not restore is gone
-            self._sinks, self.last_step = open_sinks(step)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._lines.append((step, values))
-        if not self._elastic.may_write():
-            return
-        if self._sinks is None:
-            # what earlier chiefs have written is of steps that this island has done too
-            self._sinks, self.last_step = self._open(step)
-        while self._lines:
-            step, values = self._lines.popleft()
-            if self.last_step is None or step > self.last_step:
-                self._sinks.write(step, values)
-                self.last_step = step
-
-    def close(self) -> None:
-        if self._sinks is not None:
-            self._sinks.close()
 
 
 class PositionLoader(Loader):

@@ -25,7 +25,8 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.elastic_run import ElasticSinks, mark_plain
+from shardtrain.trainer.elastic_run import mark_plain
+from shardtrain.trainer.elastic_sinks import ElasticSinks
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun

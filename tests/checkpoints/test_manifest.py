@@ -14,7 +14,7 @@ from shardtrain.checkpoints.paths import (
     partial_folder,
     partial_folders,
     read_name,
-    revoke_others,
+    revoke_unfinished,
     step_folder,
 )
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -177,12 +177,17 @@ def test_what_other_writers_have_not_finished_is_revoked(tmp_path):
     assert len(partial_folders(tmp_path)) == 4
     assert partial_folders(tmp_path, "a") == [partial_folder(tmp_path, 5), mine]
     assert list(find_finished_steps(tmp_path)) == [3]
-    revoke_others(tmp_path, "a")
+    asked = []
+    revoke_unfinished(tmp_path, "a", lambda names: asked.append(names) or {"d"})
+    assert asked == [{"b.c", "d"}]
+    assert other.exists()
+    revoke_unfinished(tmp_path, "a", lambda names: names)
     with pytest.raises(FileNotFoundError):
         other.rename(step_folder(tmp_path, 7))
     mine.rename(step_folder(tmp_path, 7))
     assert list(find_finished_steps(tmp_path)) == [3, 7]
-    assert partial_folders(tmp_path) == []
+    assert partial_folders(tmp_path) == [partial_folder(tmp_path, 5)]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_an_array_whose_file_says_otherwise_is_not_read(folder):

@@ -456,7 +456,9 @@ class Simulation:
 
     def do_revoke(self, node: Node, effect: engine.Revoke) -> None:
         def revoke() -> None:
-            self.unfinished = {save: name for save, name in self.unfinished.items() if name == node.name}
+            earlier = {epoch.names[0] for epoch in self.epochs[: effect.number - 1]}
+            check(self.epochs[-1].names[0] not in earlier - {node.name}, "a chief is revoked", node.name)
+            self.unfinished = {save: name for save, name in self.unfinished.items() if name not in earlier}
 
         self.work(node, 0.0, revoke)
 

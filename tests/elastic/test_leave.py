@@ -58,12 +58,12 @@ def test_a_folder_without_islands_is_left_as_it_is(tmp_path, capsys):
     ("text", "problem"),
     [
         ("vm-12", "'vm-12' begins the names of 2 islands; give one of vm-12-a, vm-12-b"),
-        ("vm-7", "vm-7-c is no island of the run any more, since epoch 2: lost vm-7-c"),
+        ("vm-7", "vm-7-c is not in the run any more, since epoch 2: lost vm-7-c"),
         ("vm-12-c", "there is no island 'vm-12-c' (did you mean 'vm-12-b' or 'vm-12-a'?)"),
         ("x", "there is no island 'x' (known: vm-12-a, vm-12-b, vm-3-d)"),
     ],
 )
-def test_an_island_that_is_not_there_is_told(text, problem):
+def test_an_island_that_is_not_there_is_refused(text, problem):
     epochs = [
         epoch(1, "vm-12-a", "vm-7-c", "vm-12-b"),
         epoch(2, "vm-12-a", "vm-12-b", why="lost vm-7-c"),

@@ -233,6 +233,6 @@ def test_a_run_with_all_its_steps_is_stopped_and_computes_no_more():
     (proposal,) = member.handle(0.1, Checkpoint(3))
     assert isinstance(proposal, Propose)
     effects = member.handle(0.2, Seen(proposal.epoch))
-    assert effects == [Revoke(), Restore(3), Connect(()), Write(3, is_last=True)]
+    assert effects == [Revoke(1), Restore(3), Connect(()), Write(3, is_last=True)]
     # it ends once all is saved
     assert member.handle(0.3, Written()) == [Over("stopped")]

@@ -75,37 +75,36 @@ GPT_MODEL = st.from_nnx(GptConfig(vocab=32, seq=8, embed=16, num_layers=2, num_h
 GPT = Task(GPT_MODEL, st.next_token_loss, st.Batches(source=TOKENS, batch=8))
 NORMED = Task(st.from_nnx(Normed), st.classification_loss, st.Batches(source=IMAGES, batch=12))
 UNEQUAL = NORMED._replace(batches=st.Batches(source=IMAGES, batch=10))
-MESHES = [{"data": 1}, {"data": 2, "fsdp": 2}]
+ONE, FOUR = {"data": 1}, {"data": 2, "fsdp": 2}
 
 
 @pytest.mark.parametrize(
-    ("task", "meshes", "optimizer", "synchronisation"),
+    ("task", "sizes", "optimizer", "synchronisation"),
     [
-        (GPT, MESHES, ADAM, ADASUM),
-        (GPT, MESHES, SGD, LOCAL),
-        (GPT, MESHES[:1], SGD, Synchronisation(by="adasum", on="deltas", every=2)),
-        (NORMED, MESHES[:1], ADAM, Synchronisation()),
-        (NORMED, MESHES[:1], SGD, LOCAL),
+        (GPT, FOUR, ADAM, ADASUM),
+        (GPT, FOUR, SGD, LOCAL),
+        (GPT, ONE, SGD, Synchronisation(by="adasum", on="deltas", every=2)),
+        (NORMED, ONE, ADAM, Synchronisation()),
+        (NORMED, ONE, SGD, LOCAL),
     ],
     ids=["adasum", "diloco", "adasum of deltas", "batch norm", "batch norm, diloco"],
 )
-def test_slots_are_the_replicas_of_a_mesh(task, meshes, optimizer, synchronisation):
+def test_slots_are_the_replicas_of_a_mesh(task, sizes, optimizer, synchronisation):
     expected = task.train_on_mesh(optimizer, synchronisation)
-    for sizes in meshes:
-        found = task.train_elastic(sizes, optimizer, synchronisation, [(0, 1, 2), (3,)])
-        assert len(found) == len(expected) == STEPS // synchronisation.every
-        for (*own, metrics), (*of_mesh, mesh_metrics) in zip(found, expected, strict=True):
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), own, of_mesh)
-            assert ("orthogonality" in metrics) == (synchronisation.by == "adasum")
-            for name in metrics.keys() & {"orthogonality"}:
-                np.testing.assert_allclose(metrics[name], mesh_metrics[name], rtol=1e-4)
+    found = task.train_elastic(sizes, optimizer, synchronisation, [(0, 1, 2), (3,)])
+    assert len(found) == len(expected) == STEPS // synchronisation.every
+    for (*own, metrics), (*of_mesh, mesh_metrics) in zip(found, expected, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), own, of_mesh)
+        assert ("orthogonality" in metrics) == (synchronisation.by == "adasum")
+        for name in metrics.keys() & {"orthogonality"}:
+            np.testing.assert_allclose(metrics[name], mesh_metrics[name], rtol=1e-4)
 
 
 def test_local_steps_average_the_states_of_optimizers():
     """The definition, in a loop over replicas: Adam's moments are averaged as the parameters are."""
     synchronisation = Synchronisation(on="deltas", every=3)
-    found = GPT.train_elastic({"data": 1}, ADAM, synchronisation, [(3, 1), (0, 2)])
-    _, _, placement, state = GPT.make_parts({"data": 1}, ADAM)
+    found = GPT.train_elastic(ONE, ADAM, synchronisation, [(3, 1), (0, 2)])
+    _, _, placement, state = GPT.make_parts(ONE, ADAM)
     gradients = jax.jit(st.make_gradients(GPT.model, GPT.loss, placement))
     batches = [batch for _, (batch, _) in zip(range(STEPS), GPT.batches.iterate(), strict=False)]
     params, opt_state, losses = state.params, state.opt_state, []
@@ -132,12 +131,12 @@ def test_local_steps_average_the_states_of_optimizers():
 @pytest.mark.parametrize(
     ("task", "sizes", "synchronisation", "word"),
     [
-        (GPT, {"data": 1}, Synchronisation(by="int8+adasum"), "rounded off"),
-        (GPT, {"data": 1}, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
-        (GPT, {"data": 1}, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
-        (GPT, {"data": 1}, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
+        (GPT, ONE, Synchronisation(by="int8+adasum"), "rounded off"),
+        (GPT, ONE, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
+        (GPT, ONE, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
+        (GPT, ONE, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
         (NORMED, {"data": 2}, Synchronisation(), "a mesh without data"),
-        (UNEQUAL, {"data": 1}, Synchronisation(), "rows of padding"),
+        (UNEQUAL, ONE, Synchronisation(), "rows of padding"),
     ],
 )
 def test_what_would_depend_on_who_is_there_is_refused(task, sizes, synchronisation, word):
