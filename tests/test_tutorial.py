@@ -39,7 +39,6 @@ def test_a_reader_of_the_tutorial_can_do_all_of_it(tmp_path, warm_python, warm_s
         assert done.returncode == (2 if name == REFUSED else 0), f"{name}\n{done.stdout}{done.stderr}"
         said[name] = done.stdout + done.stderr
     assert len(said) == 17
-    # nothing of these runs is suspicious: with their own devices, here they also compute a few rows
     assert not [name for name, text in said.items() if "WARNING" in text]
     # the law, and a run that changed its mesh
     one, four = (read_jsonl(tmp_path / "runs" / name / "metrics.jsonl") for name in ("one", "four"))
