@@ -148,10 +148,9 @@ def test_a_model_has_the_losses_of_one_device(tmp_path, warm_python):
     history = read_history(tmp_path)
     programs = {number: make_program(jax.devices()[:number]) for number in (1, 2, 4)}
     meshes = {name: history.find_mesh(name)["data"] for name in history.members}
-    first = 0
+    restored, first = make_program(jax.devices()[:1]), 0
     for saved in list_checkpoints(tmp_path / "elastic"):
         found = programs[replay_steps(programs, meshes, history.epochs, first, saved.step)].state
-        restored = make_program(jax.devices()[:1])
         restored.restore(saved.folder)
         assert list_differences(found, restored.state) == []
         first = saved.step

@@ -176,30 +176,31 @@ class TrustsItsOwnNumbers(Member):
         return super()._exclude_wrong({name: votes[name] for name in self.others})
 
 
-MUTANTS = (
-    AppliesBeforeTheVotes,
-    LeavesWithoutBye,
-    EndsBeforeItHasSaved,
-    WritesWithoutFence,
-    RevokesNobody,
-    BreaksItsPromise,
-    ReportsASumItLacks,
-    NeverLooks,
-    DropsWhatComesEarly,
-    TakesLateChunks,
-    ForgetsItsSlots,
-    WaitsForALostDonor,
-    ProposesAlone,
-    TrainsAStepTooMany,
-    StopsAloneAtTheLastStep,
-    ComparesNoNumbers,
-    TrustsItsOwnNumbers,
-)
+MUTANTS = {
+    AppliesBeforeTheVotes: 6,
+    LeavesWithoutBye: 11,
+    EndsBeforeItHasSaved: 170,
+    WritesWithoutFence: 138,
+    RevokesNobody: 6,
+    BreaksItsPromise: 6,
+    ReportsASumItLacks: 5,
+    NeverLooks: 11,
+    DropsWhatComesEarly: 11,
+    TakesLateChunks: 20,
+    ForgetsItsSlots: 8,
+    WaitsForALostDonor: 71,
+    ProposesAlone: 5,
+    TrainsAStepTooMany: 4,
+    StopsAloneAtTheLastStep: 106,
+    ComparesNoNumbers: 114,
+    TrustsItsOwnNumbers: 114,
+}
+"""Mutant of a member -> the first seed that found it, to save time; if it no longer does, others do."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found(mutant):
-    for seed in range(MOST_SEEDS):
+    for seed in (MUTANTS[mutant], *range(MOST_SEEDS)):
         try:
             Simulation(seed, kind=mutant).run()
         except AssertionError:

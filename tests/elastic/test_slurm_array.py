@@ -18,13 +18,13 @@ ISLAND = str(TESTS / "programs" / "elastic_island.py")
 
 
 @pytest.fixture
-def make_array(tmp_path, monkeypatch):
+def make_array(tmp_path, monkeypatch, warm_python):
     monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
     made = []
 
     def make(program, *arguments, islands=3, **options):
         job = Job(
-            arguments=(program, *arguments), islands=islands, program=(sys.executable,),
+            arguments=(program, *arguments), islands=islands, program=tuple(warm_python),
             logs=tmp_path / "logs", interface="lo",
         )  # fmt: skip
         script = write_array_script(job, Slurm(**options), os.environ)

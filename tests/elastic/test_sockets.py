@@ -56,15 +56,21 @@ def wait(transport, is_last=lambda event: True, seconds=10.0, others=()):
 def opened(tmp_path, request):
     """Return a function that opens a transport of this process."""
     is_local = getattr(request, "param", False)
-    with ExitStack() as stack:
+    transports = []
 
-        def open_one(name, **options):
-            options = {"host": "127.0.0.1", "patience_seconds": PATIENCE_SECONDS} | options
-            transport = Transport(name, RunFiles(tmp_path), expect, **{"is_local": is_local, **options})
-            stack.callback(transport.close)
-            return transport
+    def open_one(name, **options):
+        options = {"host": "127.0.0.1", "patience_seconds": PATIENCE_SECONDS} | options
+        transport = Transport(name, RunFiles(tmp_path), expect, **{"is_local": is_local, **options})
+        transports.append(transport)
+        return transport
 
-        yield open_one
+    yield open_one
+    # together: one alone would wait, by its patience, for another that nobody runs any more
+    threads = [threading.Thread(target=each.close) for each in transports]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
 
 
 @pytest.fixture
@@ -192,6 +198,10 @@ def test_time_in_which_this_process_was_held_up_is_no_silence(opened):
     time.sleep(2 * PATIENCE_SECONDS)
     for _ in range(10):
         assert a.receive(0.05) == b.receive(0.05) == []
+    # b is run no more, so that a waits for it, by its patience
+    began = time.monotonic()
+    a.close()
+    assert PATIENCE_SECONDS < time.monotonic() - began < 10
 
 
 def test_one_that_accepts_and_says_nothing_is_lost_after_the_patience(opened):
