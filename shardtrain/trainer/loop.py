@@ -5,7 +5,7 @@ that the loop uses are in `session.py`.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.report.sinks.sink import Sink
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import Metrics, State
 from shardtrain.trainer.coordination import StepVote
 from shardtrain.trainer.elastic_run import IslandEnded
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -83,9 +83,20 @@ class _Loop:
         self.saving: int | None = None
         if self.prepared.elastic is not None:
             self.prepared.elastic.save_state = self._save_written
-            for step, metrics in self.prepared.elastic.watched:
-                self.log.add(step, metrics)
-            self.log.catch_up(keep_newest=False)
+            self._log_watched(self.prepared.elastic.watched)
+
+    def _log_watched(self, watched: Sequence[tuple[int, Metrics]]) -> None:
+        """Log the steps that this island watched before it joined, with the evaluation of the last one."""
+        for step, metrics in watched:
+            self.log.add(step, metrics)
+        evaluates = bool(watched) and self._is_evaluated()
+        self.log.catch_up(keep_newest=evaluates)
+        if evaluates:
+            self._evaluate_newest()
+
+    def _is_evaluated(self) -> bool:
+        every = round_evaluation_interval(self.run)
+        return self.done == self.last_step or (every is not None and self.done % every == 0)
 
     def train(self) -> None:
         """Train until the last step is done or all islands have voted to stop."""
@@ -96,8 +107,7 @@ class _Loop:
                 break
             result = self._vote()
             is_last = self.done == self.last_step
-            every = round_evaluation_interval(self.run)
-            evaluates = is_last or (every is not None and self.done % every == 0)
+            evaluates = self._is_evaluated()
             # A run that resumes from a saved step does not repeat it, so its metrics must be written by now,
             # or be saved with it where they wait for the evaluation.
             # An island that joins gets a state of which all lines must be written, as it has none of them.
@@ -109,9 +119,7 @@ class _Loop:
             if result.save and not (never_trained and not self._has_any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                with self.session.untimed(), _evaluating(self.session):
-                    heldout = self.log.evaluate(self._evaluate, self.state)
-                self._save_if_best(heldout)
+                self._save_if_best(self._evaluate_newest())
             if result.stop:
                 self.stop.record_agreement(result.stop)
                 break
@@ -196,6 +204,10 @@ class _Loop:
         with self.session.untimed(), self.session.activity.at("saving", long=True, kind="save"):
             self._synchronise()
             self._save(self.log.unlogged)
+
+    def _evaluate_newest(self) -> dict[str, float]:
+        with self.session.untimed(), _evaluating(self.session):
+            return self.log.evaluate(self._evaluate, self.state)
 
     def _evaluate(self, state: State) -> dict[str, float]:
         """Evaluate a step, and record its values before its line is written, if it is saved."""
