@@ -43,7 +43,7 @@ from shardtrain.train_step.update import (
 class Training(NamedTuple):
     """What is trained, and how.
 
-    Args:
+    Attributes:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
