@@ -273,9 +273,7 @@ class ElasticIsland:
         while found is None:
             if self.outcome:
                 return engine.Over(self.outcome)
-            if self.wants_to_leave():
-                self.wants_to_leave = lambda: False
-                self.wish(engine.Wish(leaves=True))
+            self._ask_to_leave()
             with suppress(Empty):
                 found = self._work.get(timeout=POLL_SECONDS)
         if isinstance(found, BaseException):
@@ -283,6 +281,11 @@ class ElasticIsland:
         if isinstance(found, engine.Over):
             self.outcome = found.outcome
         return found
+
+    def _ask_to_leave(self) -> None:
+        if self.wants_to_leave():
+            self.wants_to_leave = lambda: False
+            self.wish(engine.Wish(leaves=True))
 
     def _do(self, work: Any) -> None:
         match work:
@@ -333,6 +336,8 @@ class ElasticIsland:
             for mine, new in zip(self._packing.view(self._own[1]), found, strict=True):
                 mine += np.asarray(new)
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
+        # before its vote of this step, which may follow at once
+        self._ask_to_leave()
         self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
 
     def _find_next(self, step: int) -> int:

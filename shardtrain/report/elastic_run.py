@@ -175,7 +175,10 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
 
 
 def _count_committed(history: History, lines: Sequence[Mapping[str, float]]) -> int:
-    return max([history.saved, history.epochs[-1].step, *(int(line["step"]) for line in lines)])
+    # local steps are committed with their exchange
+    every = history.epochs[-1].every
+    steps = (int(line["step"]) // every * every for line in lines)
+    return max([history.saved, history.epochs[-1].step, *steps])
 
 
 def _find_end(history: History, index: int) -> float:

@@ -6,6 +6,7 @@ Temporary names are created exclusively, so files of other processes are never o
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -128,13 +129,14 @@ def take_away(folders: Iterable[Path], own: Path) -> None:
 
     Args:
       folders: the folders; one that is gone already is skipped.
-      own: a path in the same file system that no other process uses.
+      own: the beginning of a path in the same file system that no other process uses.
     """
     for each in folders:
-        shutil.rmtree(own, ignore_errors=True)
+        # a name of its own: a file system may keep files of what was deleted before
+        place = own.with_name(f"{own.name}.{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
-            each.rename(own)
-    shutil.rmtree(own, ignore_errors=True)
+            each.rename(place)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
