@@ -86,7 +86,7 @@ class Connection:
 
     @property
     def is_made(self) -> bool:
-        """Whether the other one has shown its certificate."""
+        """Whether the handshake is done."""
         return self._channel is not None
 
     def advance(self) -> None:

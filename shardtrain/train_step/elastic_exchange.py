@@ -91,8 +91,8 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
         jax.eval_shape(synchronisation.combiner.init, {"": jax.ShapeDtypeStruct((8, 8), "float32")})
     ):
         problems.append(
-            f"--combine is {synchronisation.by!r}, which keeps what it rounded off, and an island that is"
-            " lost would take that with it; use it without a codec, such as adasum or mean"
+            f"--combine is {synchronisation.by!r}, whose residual is known to one island only, and lost with"
+            " it; leave the codec out, as in adasum or mean"
         )
     elif not synchronisation.combiner.is_common:
         problems.append(

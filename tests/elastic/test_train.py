@@ -261,7 +261,7 @@ def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):
         ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
         (
             {"strategy": Strategy(synchronisation=Synchronisation(by="int8+mean"))},
-            "keeps what it rounded off",
+            "whose residual is known to one island only",
         ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),

@@ -131,7 +131,7 @@ def test_local_steps_average_the_states_of_optimizers():
 @pytest.mark.parametrize(
     ("task", "sizes", "synchronisation", "word"),
     [
-        (GPT, ONE, Synchronisation(by="int8+adasum"), "rounded off"),
+        (GPT, ONE, Synchronisation(by="int8+adasum"), "residual"),
         (GPT, ONE, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
         (GPT, ONE, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
         (GPT, ONE, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
