@@ -64,17 +64,26 @@ def find_finished_steps(folder: Path) -> dict[int, dict[WriterPart, Path]]:
 
 
 def read_name(name: str) -> tuple[int, WriterPart]:
-    """Parse the name of a folder as step and part; (-1, WHOLE) for any other name.
+    """Parse the name of a finished folder as step and part; (-1, WHOLE) for any other name.
 
     >>> read_name("step_00000020.part-1-of-3"), read_name("step_new")
     ((20, WriterPart(index=1, count=3)), (-1, WriterPart(index=0, count=1)))
     """
-    match = _NAME.fullmatch(name.partition(_BY)[0])
+    match = _NAME.fullmatch(name)
     part = WriterPart(int(match[2]), int(match[3])) if match and match[2] else WHOLE
     # a huge count would be looped over
     if match is None or not part.index < part.count <= MOST_PARTS:
         return -1, WHOLE
     return int(match[1]), part
+
+
+def read_partial_name(name: str) -> tuple[int, WriterPart]:
+    """Parse the name of a folder that is being written or deleted, as `read_name` does a finished one's.
+
+    >>> read_partial_name("step_00000020.by-a.partial")
+    (20, WriterPart(index=0, count=1))
+    """
+    return read_name(name.removesuffix(PARTIAL).partition(_BY)[0])
 
 
 def partial_folders(folder: Path, writer: str = "") -> list[Path]:
@@ -85,7 +94,7 @@ def partial_folders(folder: Path, writer: str = "") -> list[Path]:
         writer: leave out the saves of other writers; "" lists all.
     """
     found = folder.glob(f"{_STEP}*{PARTIAL}")
-    found = (path for path in found if read_name(path.name.removesuffix(PARTIAL))[0] >= 0)
+    found = (path for path in found if read_partial_name(path.name)[0] >= 0)
     own = ("", writer + PARTIAL)
     return sorted(path for path in found if not writer or path.name.partition(_BY)[2] in own)
 

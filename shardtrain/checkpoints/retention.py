@@ -81,7 +81,7 @@ def _is_whole(parts: dict[WriterPart, Path], mine: WriterPart) -> bool:
 
 def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
     """Return whether a partial folder is left from an interrupted save or deletion."""
-    step, part = paths.read_name(path.name.removesuffix(paths.PARTIAL))
+    step, part = paths.read_partial_name(path.name)
     if part.count == mine.count > 1:
         return part == mine and step <= newest
     return mine.index == 0 and (step <= newest or mine.count == 1)

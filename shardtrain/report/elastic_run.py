@@ -90,7 +90,7 @@ class ElasticPast:
       epochs: its epochs.
       islands: its islands, in the order in which they came.
       wall_seconds: from the first epoch to the last sign of life.
-      step_seconds: of a step with the most islands; 0 if no step was committed.
+      step_seconds: of a step with the most islands, at most the mean of all; 0 if no step was committed.
       num_plain: number of later steps that were trained without islands that come and go.
       lost_seconds: key of `CAUSES` -> seconds.
     """
@@ -127,15 +127,14 @@ def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float
     epochs = _list_epochs(history, lines)
     done = [each for each in epochs if each.steps]
     most = max((len(each.epoch.members) for each in done), default=0)
-    of_most = [each.step_seconds for each in done if len(each.epoch.members) == most]
-    step_seconds = statistics.median(of_most or [0.0])
+    of_most = [each.step_seconds for each in done if len(each.epoch.members) == most] or [0.0]
+    of_all = statistics.fmean([x.step_seconds for x in done], [len(x.steps) for x in done]) if done else 0.0
+    # fewer islands are faster where they share a host
+    step_seconds = min(statistics.median(of_most), of_all)
     lost = dict.fromkeys(CAUSES, 0.0)
     for each, following in zip_longest(epochs, epochs[1:]):
         for cause, seconds in _find_losses(history, each, following, step_seconds):
             lost[cause] += seconds
-    # a faster epoch than most
-    lost["rest"] += min(lost["fewer"], 0.0)
-    lost["fewer"] = max(lost["fewer"], 0.0)
     return ElasticPast(
         epochs=epochs,
         islands=_list_islands(history, epochs, now),

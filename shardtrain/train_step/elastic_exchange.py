@@ -130,7 +130,7 @@ class GradientExchange:
         def compute(state: State, batch: Batch, first_row: jax.Array, slot: jax.Array) -> dict[str, Any]:
             key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            common = {**found.of_loss, "model_state": _weigh(found.model_state, found.count)}
+            common = {**found.of_loss, "model_state": _weigh(found.model_state, found.count, slot)}
             if self._sums:
                 return {**common, "grads": found.grads}
             return {**common, **reduction.contribute(found.grads, found.count, slot)}
@@ -197,7 +197,7 @@ class LocalStepsExchange:
             local, count = state.local, state.local.count[0]
             found = reduction.contribute(local.drift, count, slot)
             own = {"opt_state": state.opt_state, "model_state": local.model_state}
-            return {"sums": local.sums, "count": count, **_weigh(own, count), **found}
+            return {"sums": local.sums, "count": count, **_weigh(own, count, slot), **found}
 
         self._begin, self._finish = jax.jit(begin), jax.jit(finish)
 
@@ -245,16 +245,22 @@ class LocalStepsExchange:
         return new._replace(step=step), metrics
 
 
-def _weigh(tree: Any, count: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), tree)
+def _weigh(tree: Any, count: jax.Array, slot: jax.Array) -> Any:
+    """Return what a slot adds to a mean; integers, such as counters and keys, are those of the first slot."""
+
+    def weigh(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jnp.where(count > 0, x * count, 0)
+        return jnp.where(slot == 0, x, jnp.zeros_like(x))
+
+    return jax.tree.map(weigh, tree)
 
 
 def _average(total: Any, count: jax.Array, like: Any) -> Any:
     """Return the mean of what was weighed by counts; without examples, the old arrays."""
 
     def average(x: jax.Array, old: jax.Array) -> jax.Array:
-        mean = x / jnp.where(count > 0, count, 1)
-        mean = mean if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(mean)
+        mean = x / jnp.where(count > 0, count, 1) if jnp.issubdtype(old.dtype, jnp.inexact) else x
         return jnp.where(count > 0, mean.astype(old.dtype), old)
 
     return jax.tree.map(average, total, like)
@@ -313,7 +319,7 @@ class _Reduction:
         """
         own = self.fragment.take(tree)
         if self._by == "mean":
-            return {"values": _weigh(own, count), "counts": count}
+            return {"values": _weigh(own, count, slot), "counts": count}
 
         def put(x: jax.Array) -> jax.Array:
             return jnp.zeros((self._num_slots, *x.shape), x.dtype).at[slot].set(x)

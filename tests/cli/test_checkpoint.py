@@ -86,15 +86,19 @@ def test_help_is_there(words, capsys):
 
 def test_ls_shows_every_step_and_what_is_wrong_at_a_glance(run, capsys):
     name = damage(run, 20, lambda content: content.pop())
-    (run / "checkpoints" / "step_00000050.partial").mkdir()
+    partial = run / "checkpoints" / "step_00000050.by-a.partial"
+    partial.mkdir()
     code, text = command(capsys, "ls", run)
     lines = {line.split()[0]: line for line in text.splitlines()[2:]}
     assert code == 0
-    assert list(lines) == ["10", "20", "30", "40", "step_00000050.partial"]
+    assert list(lines) == ["10", "20", "30", "40", partial.name]
     assert lines["10"].endswith("finished")
     assert "data=2" in lines["10"]
     assert lines["20"].endswith(f"{name} has changed since it was saved")
-    assert "unfinished" in lines["step_00000050.partial"]
+    assert "unfinished" in lines[partial.name]
+    code, text = command(capsys, "ls", partial)
+    assert code == 1
+    assert "contains no checkpoints" in text
 
 
 @pytest.mark.parametrize(

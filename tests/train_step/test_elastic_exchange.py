@@ -128,6 +128,21 @@ def test_local_steps_average_the_states_of_optimizers():
         np.testing.assert_allclose(mean, np.mean(losses[-3 * SLOTS :]), rtol=1e-5)
 
 
+def test_counters_and_keys_of_optimizers_are_exact():
+    """They are not averaged: a mean of keys is no key, and float32 has no large counters."""
+    noisy = optax.chain(optax.add_noise(eta=1e-3, gamma=0.5, key=7), SGD)
+    program = GPT.make_program(ONE, noisy, LOCAL)
+    start = jax.device_get(program.state.opt_state)
+    program.apply(0, program.compute(0, range(SLOTS)))
+    alone, shapes = start, jax.tree.map(jnp.zeros_like, program.state.params)
+    for _ in range(LOCAL.every):
+        _, alone = noisy.update(shapes, alone, shapes)
+    found = [x for x in jax.tree.leaves(program.state.opt_state) if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    expected = [x for x in jax.tree.leaves(alone) if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    assert len(found) == len(expected) >= 2
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize(
     ("task", "sizes", "synchronisation", "word"),
     [
