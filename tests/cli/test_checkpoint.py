@@ -97,7 +97,7 @@ def test_ls_shows_every_step_and_what_is_wrong_at_a_glance(run, capsys):
     assert lines["20"].endswith(f"{name} has changed since it was saved")
     assert "unfinished" in lines[partial.name]
     code, text = command(capsys, "ls", partial)
-    assert code == 1
+    assert code == 2
     assert "contains no checkpoints" in text
 
 
