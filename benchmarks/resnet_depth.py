@@ -1,8 +1,10 @@
 """A deep ResNet-v2 on one device and as pipelines across islands: losses, time to the first step, memory.
 
     python benchmarks/resnet_depth.py [--depth 1001] [--stack 11] [--steps 5] [--ways one 2x2 3x2]
+    python benchmarks/resnet_depth.py --predict
 
-Runs examples/digits_resnet.py with its equal blocks in stacks, each way a run of its own.
+Runs examples/digits_resnet.py with its equal blocks in stacks, each way a run of its own. With `--predict`
+nothing runs: it prints how many times as fast as one node the planner expects up to 512 nodes to be.
 """
 
 import argparse
@@ -14,13 +16,37 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
+
+from shardtrain import classification_loss
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
+from shardtrain.models.resnet import ResNetConfig
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.search import data_parallel, search
+from shardtrain.plan.space import Space
+from shardtrain.plan.subject import Subject
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["--across", "pipeline", "--stages", "flops", "--partitions"]
-WAYS = {"one": (1, []), "2x2": (4, [*STAGES, "2"]), "3x2": (6, [*STAGES, "3"]), "2 islands": (2, [])}
+WAYS = {
+    "one": (1, []),
+    "2 islands": (2, []),
+    **{
+        f"{stages}x{count}": (stages * count, [*STAGES, str(stages)]) for stages in (2, 3) for count in (1, 2)
+    },
+}
 """Name -> (islands, options); "2x2" are 2 stages x 2 replicas."""
 BATCH, MICROBATCHES = 32, 4
+
+NODE = Rates(flops_per_second=2e12, memory_bytes_per_second=1.6e11, kernel_seconds=1e-5, memory_bytes=1.6e11)
+"""Assumed of a node of two Xeon 8280: half of the flops of its products, 0.8 of the rate of its memory."""
+
+NODES = Machine(rates=NODE, devices_per_node=1, node_link=Link(bytes_per_second=1e10, latency_seconds=5e-6))
+IMAGES_PER_NODE = 64
 
 
 def run(way: str, depth: int, stack: int, steps: int, folder: Path) -> tuple[list[float], float, float, str]:
@@ -52,13 +78,40 @@ def run(way: str, depth: int, stack: int, steps: int, folder: Path) -> tuple[lis
     return [line["train/loss"] for line in lines], seconds, fastest, peak[0] if peak else ""
 
 
+def predict(depth: int, stack: int) -> None:
+    """Print the predicted throughput of up to 512 nodes over that of one, with 32 x 32 images."""
+    config = ResNetConfig(depth=depth, height=32, width=32, classes=10, stack=stack)
+    one = 0.0
+    print("| nodes | s of a step | data parallel | best | its mesh |\n|--:|--:|--:|--:|---|")
+    for nodes in (1, 2, 8, 32, 128, 512):
+        rows = nodes * IMAGES_PER_NODE
+        shapes = {"image": (rows, 32, 32, 3), "weights": (rows,)}
+        batch = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+        subject = Subject(
+            model=lambda remat: convert_model(apply_remat(config, remat)),
+            loss=classification_loss,
+            optimizer=optax.sgd(0.1, momentum=0.9),
+            batch={**batch, "label": jax.ShapeDtypeStruct((rows,), np.int32)},
+        )
+        best, data = search(subject, NODES, nodes).ranked[0], data_parallel(subject, NODES, nodes, Space())
+        assert data is not None
+        seconds = data.prediction.seconds.total
+        one = one or seconds
+        ratios = [f"{nodes * one / each:.1f}" for each in (seconds, best.prediction.seconds.total)]
+        print(f"| {nodes} | {seconds:.3f} | {' | '.join(ratios)} | {best.choice.layout.mesh} |", flush=True)
+
+
 def main() -> None:
     """Print a row for each way, and fail where a loss is not that of the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in (("depth", 1001), ("stack", 11), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["one", "2x2", "3x2"])
+    parser.add_argument("--predict", action="store_true")
     options = parser.parse_args()
+    if options.predict:
+        predict(options.depth, options.stack)
+        return
     print("| way | losses | s in all | s of a step | memory |\n|---|---|--:|--:|---|", flush=True)
     reference: list[float] = []
     worst = 0.0

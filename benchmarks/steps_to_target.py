@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "sgd": optax.sgd,
     "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
     "adam": lambda rate: optax.adam(rate, b2=0.99),
+    "lamb": lambda rate: optax.lamb(rate, b2=0.99),
 }
 
 
@@ -48,7 +49,7 @@ class Setting:
       combiners: by name; "+deltas" combines what each replica's own optimizer made of its own gradient.
     """
 
-    optimizer: Literal["sgd", "momentum", "adam"]
+    optimizer: Literal["sgd", "momentum", "adam", "lamb"]
     batch: int
     target: float
     rates: tuple[int, ...]
@@ -64,6 +65,13 @@ SETTINGS = {
         batch=16,
         target=2.6,
         rates=tuple(range(-10, -3)),
+        combiners=("mean", "adasum+deltas", "adasum"),
+    ),
+    "lamb, 16 examples": Setting(
+        optimizer="lamb",
+        batch=16,
+        target=2.6,
+        rates=tuple(range(-9, 0)),
         combiners=("mean", "adasum+deltas", "adasum"),
     ),
 }
@@ -84,7 +92,7 @@ class Options:
       heldout: examples whose loss is looked at.
     """
 
-    replicas: tuple[int, ...] = (1, 4, 8, 16)
+    replicas: tuple[int, ...] = (1, 4, 16, 64)
     settings: tuple[str, ...] = tuple(SETTINGS)
     most_steps: int = 1200
     seeds: int = 3
