@@ -7,18 +7,23 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 from shardtrain.islands.mpi_library import LIBRARY, NO_WARNING, library_environment
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
 
 PROGRAM = """
-import sys
+import os, sys
 from shardtrain import cli
-for words in sys.stdin.read().splitlines():
-    assert cli.main(words.split()) == 0, words
+sys.stderr = sys.stdout
+for line in sys.stdin.read().splitlines():
+    code, variables, *words = line.split()
+    given = dict(each.split("=") for each in variables.split(",") if each != "-")
+    os.environ.update(given)
+    print(f"--- {line}", flush=True)
+    assert cli.main(words) == int(code), line
+    for name in given:
+        del os.environ[name]
 assert not [name for name in sys.modules if name.startswith(("mpi4py", "mpi4jax"))]
 """
 
@@ -33,7 +38,7 @@ def run():
 """
 
 BATCH_SYSTEM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-LAUNCHED = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+LAUNCHED = "PMI_RANK=0,PMI_SIZE=2,MPI_LOCALRANKID=0,MPI_LOCALNRANKS=2"
 
 
 def make_environment(folder: Path, *lines: str | Path) -> Path:
@@ -43,53 +48,44 @@ def make_environment(folder: Path, *lines: str | Path) -> Path:
     return folder / "bin/python"
 
 
-@pytest.fixture(scope="module")
-def without_mpi(tmp_path_factory):
-    """Run Python where no MPI is installed; given (words, stdin="", **variables)."""
-    folder = tmp_path_factory.mktemp("without_mpi")
-    packages = folder / "packages"
+def test_a_lone_process_trains_and_launched_ranks_are_told_what_to_install(tmp_path):
+    packages = tmp_path / "packages"
     packages.mkdir()
     for path in SITE.iterdir():
         if not path.name.lower().startswith(("mpi4", "mpich", "openmpi", "__editable__")):
             (packages / path.name).symlink_to(path)
-    python = make_environment(folder / "environment", packages, ROOT)
-    (folder / "run.py").write_text(RUN)
+    python = make_environment(tmp_path / "environment", packages, ROOT)
+    (tmp_path / "run.py").write_text(RUN)
     for number in range(40):
-        (folder / f"text{number}.py").write_text(f"# a text of some length, number {number}\n" * 20)
-
-    def run(*words, stdin="", **variables):
-        environ = {**os.environ, "PATH": "/usr/bin:/bin", **variables}
-        return subprocess.run(
-            [python, *words], cwd=folder, env=environ, input=stdin, capture_output=True, text=True,
-            timeout=900, check=False,
-        )  # fmt: skip
-
-    return run
-
-
-def test_a_lone_process_trains_inspects_and_examines_without_mpi(without_mpi):
-    commands = ["train run.py --run-dir out", "inspect run.py --mesh fsdp=2 --devices 2", "checkpoint ls out"]
-    commands += ["doctor --only mpi,versions --json"]
-    done = without_mpi("-c", PROGRAM, stdin="\n".join(commands), **BATCH_SYSTEM)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
-    rows = {row["what"]: row for row in json.loads(done.stdout[done.stdout.index('{\n "verdict"') :])["rows"]}
+        (tmp_path / f"text{number}.py").write_text(f"# a text of some length, number {number}\n" * 20)
+    commands = [
+        "0 - train run.py --run-dir out",
+        "0 - inspect run.py --mesh fsdp=2 --devices 2",
+        "0 - checkpoint ls out",
+        f"2 {LAUNCHED} train run.py --run-dir two",
+        "2 - launch --islands 2 -- train run.py",
+        # elastic islands start all the same
+        "2 - launch --elastic 1..2 -- train nope.py",
+        "0 - doctor --only mpi,versions --json",
+    ]
+    environ = {**os.environ, "PATH": "/usr/bin:/bin", **BATCH_SYSTEM}
+    done = subprocess.run(
+        [python, "-c", PROGRAM], cwd=tmp_path, env=environ, input="\n".join(commands), text=True, timeout=900,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    said = done.stdout.split("--- ")[1:]
+    assert [text.partition("\n")[0] for text in said] == commands
+    assert "step 2/2" in said[0]
+    launched = said[3].partition("\n")[2]
+    assert launched.startswith("shardtrain train: several processes were launched, and MPI cannot be loaded")
+    assert "Install shardtrain[mpi] (README, Installing)" in launched
+    assert "install shardtrain[mpi], which brings one" in said[4]
+    assert "there is no run file nope.py" in said[5]
+    rows = {row["what"]: row for row in json.loads(said[6].partition("\n")[2])["rows"]}
     assert rows["library"]["found"] == "not installed: mpi4py, mpi4jax"
     assert (rows["library"]["verdict"], rows["packages"]["verdict"]) == ("note", "ok")
-
-
-def test_launched_ranks_are_told_what_to_install(without_mpi):
-    done = without_mpi("-m", "shardtrain", "train", "run.py", "--run-dir", "two", **LAUNCHED)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("shardtrain train: several processes were launched, and MPI cannot be load")
-    assert "Install shardtrain[mpi] (README, Installing)" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = without_mpi("-m", "shardtrain", "launch", "--islands", "2", "--", "train", "run.py")
-    assert done.returncode == 2
-    assert "install shardtrain[mpi], which brings one" in done.stderr
-    # elastic islands start all the same
-    done = without_mpi("-m", "shardtrain", "launch", "--elastic", "1..2", "--", "train", "nope.py")
-    assert (done.returncode, "there is no run file nope.py" in done.stderr) == (2, True)
 
 
 def test_mpi_is_found_from_an_environment_on_top_of_its_own(tmp_path):

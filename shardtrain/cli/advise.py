@@ -127,6 +127,7 @@ class Predict:
       device: kind of devices of the predicted run, as in the rows. By default, nothing is predicted.
       devices: number of devices of the predicted run.
       teraflops: 10**12 operations of a step on all devices, with recomputation.
+      operations: number of operations that a step starts, or of tensors, as in the rows.
       parameter_mb: megabytes of gradients as they are sent.
       checkpoint_mb: megabytes of a checkpoint.
     """
@@ -135,6 +136,7 @@ class Predict:
     device: str | None = None
     devices: int = 1
     teraflops: float | None = None
+    operations: float | None = None
     parameter_mb: float | None = None
     checkpoint_mb: float | None = None
 
@@ -242,7 +244,7 @@ def _speed(asked: Speed) -> str:
 
 
 def _predict(asked: Predict) -> str:
-    names = ("teraflops", "parameter_mb", "checkpoint_mb")
+    names = ("teraflops", "operations", "parameter_mb", "checkpoint_mb")
     _check("a prediction", asked, ["devices", *names])
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if not asked.rows:

@@ -132,7 +132,7 @@ def field_helps(kind: type) -> dict[str, str]:
         found.arg_name: " ".join(found.description.split())
         for base in reversed(kind.__mro__)
         if base is not object
-        for found in docstring_parser.parse_from_object(base).params
+        for found in docstring_parser.parse(base.__doc__ or "").params
         if found.description
     }
 

@@ -14,6 +14,7 @@ from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.islands.cluster import Cluster
+from shardtrain.plan.batch_size import BatchSizes
 from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.island_stages import StagesPlan, plan_stages
@@ -236,6 +237,36 @@ def _list_flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
     return list(flag_parameters(rows, found, layout.zero, math.prod(step.sizes.values())))
 
 
+def _make_subjects(
+    run: Run, options: PlanOptions, cluster: Cluster, space: Space
+) -> tuple[Run, Sequence[Subject]]:
+    """Return the run with its batch, which --batch may choose, and the subject of each kind of islands."""
+    if isinstance(options.batch, int):
+        run = replace(run, batch=options.batch)
+    with TemporaryDirectory() as folder:
+        source = run.data.train(Path(folder))
+        subjects = make_subjects(run, source, cluster.islands)
+        if not isinstance(options.batch, str):
+            return run, subjects
+        accumulate, strategy = run.strategy.accumulate, run.strategy
+        sizes = BatchSizes(
+            plan=lambda subjects, space: plan_cluster(
+                subjects, cluster, space, 1, strategy.synchronisation, strategy.across
+            ),
+            subjects=subjects,
+            space=space,
+            accumulate=accumulate,
+            multiple=accumulate * sum(each.devices or 1 for each in cluster.of_islands),
+            most=len(source),
+        )
+        found = sizes.find(options.batch)
+        terminal.out(
+            f"batch {found.rows}: {found.reason}; shardtrain train takes it as --batch {found.rows}\n"
+        )
+        run = replace(run, batch=found.rows)
+        return run, make_subjects(run, source, cluster.islands)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked layouts, and write what options ask for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
@@ -249,9 +280,8 @@ def main(arguments: Sequence[str]) -> int:
         check_frontier(options.frontier)
     if options.compile is not None:
         check_compile(options.compile, cluster)
-    with TemporaryDirectory() as folder:
-        subjects = make_subjects(run, run.data.train(Path(folder)), cluster.islands)
     space = make_space(run, parse_mesh(options.fixed))
+    run, subjects = _make_subjects(run, options, cluster, space)
     synchronisation = run.strategy.synchronisation
     plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
     if len(plan.shares) == 1 and synchronisation.on_deltas:

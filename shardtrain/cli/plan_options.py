@@ -11,6 +11,7 @@ from shardtrain.cli.compilation import CompileOptions
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.plan.batch_size import BatchGoal
 from shardtrain.report.step_trace import is_trace
 from shardtrain.trainer.strategy import read_strategy
 
@@ -23,6 +24,8 @@ class PlanOptions(CompileOptions):
       devices: number of devices.
       device: name of the devices in the table of known devices, such as "NVIDIA A100-SXM4-80GB". Other
         devices, and measured rates, are given in a cluster file.
+      batch: number of examples in a step; or "max", the largest that fits with the run's microbatches, or
+        "fastest", the smallest whose examples per second are within 3 % of the most. By default, the run's.
       per_node: number of devices of a node. By default, all devices are on one node.
       link: gigabytes per second that a device sends to others of its node. By default, sending takes no time.
       node_link: gigabytes per second that a node sends to others. By default, sending takes no time.
@@ -50,6 +53,7 @@ class PlanOptions(CompileOptions):
 
     devices: int | None = None
     device: str | None = None
+    batch: int | BatchGoal | None = None
     per_node: int | None = None
     link: float | None = None
     node_link: float | None = None

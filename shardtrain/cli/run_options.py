@@ -137,10 +137,12 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
         _refuse_training(command, of_training, words)
         of_run = [option for option in of_run if option not in of_training]
     command_options = [] if own is None else list(field_options(own))
+    own_paths = {option.path for option in command_options}
     options = [
         *field_options(DeviceOptions()),
         *field_options(StrategyOptions()),
-        *of_run,
+        # an option of the command replaces the run's of that name
+        *(option for option in of_run if option.path not in own_paths),
         *command_options,
     ]
     if (page := help_page(f"{usage} {source}", options, words)) is not None:
@@ -150,7 +152,6 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     changes = parse_options(options, words, f"{usage} {source}")
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
-    own_paths = {option.path for option in command_options}
     run_changes = {
         path: TEXTS[path].read(new) if path in TEXTS and new is not None else new
         for path, new in changes.items()

@@ -87,7 +87,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
     ]
     shardings = [
         find_sharding(
-            state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.batch_rows
+            state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.traced_rows
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
     ]

@@ -58,6 +58,7 @@ class Subject:
       optimizer: any optax transformation.
       batch: name -> shape (B, ...) and dtype of each array of the global batch.
       rows: rows of the batch for an island, which it pads. None means the whole batch.
+      resized: rows of a batch of another size, which is predicted by the programs traced for `batch`.
       unit: name of the unit that the loss counts.
       row_units: units in a row. None means that they are unknown before the model runs.
       target: the devices for which the model is traced.
@@ -68,6 +69,7 @@ class Subject:
     optimizer: optax.GradientTransformation
     batch: Mapping[str, jax.ShapeDtypeStruct]
     rows: int | None = None
+    resized: int | None = None
     unit: str = "examples"
     row_units: float | None = 1.0
     target: Target = ANY_TARGET
@@ -76,19 +78,24 @@ class Subject:
     @property
     def batch_rows(self) -> int:
         """Rows of the global batch."""
+        return self.resized or self.traced_rows
+
+    @property
+    def traced_rows(self) -> int:
+        """Rows for which the programs are traced."""
         return next(iter(self.batch.values())).shape[0]
 
     @property
     def row_bytes(self) -> float:
         """Bytes of one row of a batch."""
-        return sum(x.size * x.dtype.itemsize for x in self.batch.values()) / self.batch_rows
+        return sum(x.size * x.dtype.itemsize for x in self.batch.values()) / self.traced_rows
 
     @cached_property
     def row_flops(self) -> float:
         """Flops of one row, forward and backward, without recomputation."""
         remat = "none" if self.has_remat("none") else None
         (whole,) = self.costs(remat, [Sharding((), (), ())], Rates(flops_per_second=math.inf))
-        return whole.flops / self.batch_rows
+        return whole.flops / self.traced_rows
 
     @property
     def num_parameters(self) -> int:
@@ -111,9 +118,9 @@ class Subject:
         """Shapes of the model's state, such as the statistics of batch norm."""
         return self._shapes[1]
 
-    @cached_property
+    @property
     def _shapes(self) -> tuple[Any, Any]:
-        return jax.eval_shape(self.find_model(None).init, new_key(0))
+        return self._once("shapes", lambda: jax.eval_shape(self.find_model(None).init, new_key(0)))
 
     @cached_property
     def num_experts(self) -> int:
@@ -147,7 +154,14 @@ class Subject:
 
     def share(self, rows: int) -> "Subject":
         """Return the subject for an island with some rows of the batch; both share their traced programs."""
-        found = replace(self, rows=rows)
+        return self._change(rows=rows)
+
+    def resize(self, batch_rows: int) -> "Subject":
+        """Return the subject with a batch of another size; both share their traced programs."""
+        return self._change(resized=batch_rows)
+
+    def _change(self, **rows: int) -> "Subject":
+        found = replace(self, **rows)
         object.__setattr__(found, "_known", self._known)
         return found
 

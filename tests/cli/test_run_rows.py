@@ -73,7 +73,7 @@ def test_runs_of_one_model_are_left_out_together(runs, capsys):
     words = ["small", "large", "again"], ["--device", "cpu", "--devices", "4", "--teraflops", f"{teraflops}"]
     assert cli.main(["advise", "predict", *(str(runs / name) for name in words[0]), *words[1]]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("model,device,devices,teraflops,parameter_mb,step_seconds,")
+    assert text.startswith("model,device,devices,teraflops,operations,parameter_mb,step_seconds,")
     assert "\nlarge,cpu,4," in text
     assert "error on a model that was left out" in text
     assert f"predicted step_seconds: {0.1 + 1e5 * teraflops / 4:.4g}\n" in text

@@ -146,6 +146,9 @@ def test_counts_that_weights_and_masks_make_small_are_right():
     assert find_loss_problems(make_loss_facts(TABLE, next_token_loss, batch)) == []
     nobody = {**LABELS, "weights": np.zeros(3, np.float32)}
     assert find_loss_problems(make_loss_facts(IMAGES, classification_loss, nobody)) == []
+    unchosen = {**TOKENS, "targets": TOKENS["tokens"], "chosen": np.zeros(TOKENS["tokens"].shape, np.float32)}
+    (problem,) = find_loss_problems(make_loss_facts(TABLE, masked_token_loss, unchosen))
+    assert "the count of the loss is 0 for the first batch" in problem
 
 
 def test_a_great_vocabulary_costs_no_outputs(monkeypatch):

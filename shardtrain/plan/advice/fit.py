@@ -32,6 +32,7 @@ class MeasuredRow:
       device: kind of its devices.
       devices: number of devices.
       teraflops: 10**12 floating point operations of a step on all devices, with recomputation.
+      operations: number of operations that a step starts, or of tensors; each costs time, however small.
       parameter_mb: 10**6 bytes of gradients as they are sent.
       step_seconds: seconds of a step.
       checkpoint_mb: 10**6 bytes of a checkpoint.
@@ -43,6 +44,7 @@ class MeasuredRow:
     device: str
     devices: int = 1
     teraflops: float | None = None
+    operations: float | None = None
     parameter_mb: float | None = None
     step_seconds: float | None = None
     checkpoint_mb: float | None = None
@@ -159,14 +161,14 @@ def _step_terms(row: MeasuredRow) -> tuple[float, ...] | None:
         return None
     # each device has its share of the work, and sends 2 (n - 1) / n of the gradients in a ring
     sent = 2 * (row.parameter_mb or 0.0) * (row.devices - 1) / row.devices
-    return 1.0, row.teraflops / row.devices, sent
+    return 1.0, row.teraflops / row.devices, sent, row.operations or 0.0
 
 
 QUANTITIES = (
     Quantity(
         name="step_seconds",
         terms=_step_terms,
-        names=("s", "s / teraflop of a device", "s / MB sent"),
+        names=("s", "s / teraflop of a device", "s / MB sent", "s / operation"),
         by_device=True,
     ),
     Quantity(

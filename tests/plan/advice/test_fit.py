@@ -20,9 +20,10 @@ H100 = Path(__file__).parent / "h100_rows.csv"
 
 
 def test_a_law_of_two_kinds_of_devices_is_found():
-    def seconds(kind, work, devices, mb):
+    def seconds(kind, work, devices, mb, operations):
         base, rate = {"a": (0.1, 0.02), "b": (0.3, 0.005)}[kind]
-        return base + rate * work / devices + 0.001 * 2 * mb * (devices - 1) / devices
+        sent = 2 * mb * (devices - 1) / devices
+        return base + rate * work / devices + 0.001 * sent + 2e-5 * operations
 
     rows = [
         MeasuredRow(
@@ -30,16 +31,17 @@ def test_a_law_of_two_kinds_of_devices_is_found():
             device=kind,
             devices=devices,
             teraflops=work,
+            operations=operations,
             parameter_mb=10 * work**0.5,
-            step_seconds=seconds(kind, work, devices, 10 * work**0.5),
+            step_seconds=seconds(kind, work, devices, 10 * work**0.5, operations),
         )
         for kind in "ab"
-        for work in (10.0, 40.0, 90.0, 200.0)
+        for work, operations in ((10.0, 900.0), (40.0, 300.0), (90.0, 2000.0), (200.0, 500.0))
         for devices in (1, 2, 8)
     ]
     found = fits(QUANTITIES[0], rows)
-    assert found["a"].coefficients == pytest.approx((0.1, 0.02, 0.001))
-    assert found["b"].coefficients == pytest.approx((0.3, 0.005, 0.001))
+    assert found["a"].coefficients == pytest.approx((0.1, 0.02, 0.001, 2e-5))
+    assert found["b"].coefficients == pytest.approx((0.3, 0.005, 0.001, 2e-5))
     assert max(error_by_model(QUANTITIES[0], rows).values()) < 1e-6
 
 
