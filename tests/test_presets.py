@@ -83,6 +83,19 @@ def test_adasum_combines_the_gradients_of_islands(trained):
 
 
 @pytest.mark.full
+def test_a_large_batch_and_its_rate_follow_the_replicas(trained):
+    options = [*EXAMPLES["digits_resnet"], "--steps", "16", "--optimizer.learning-rate.warmup", "4"]
+    options += ["--scaling.rate", "linear", "--scaling.batch", "--scaling.steps"]
+    options += ["--optimizer.learning-rate.peak", "0.02"]
+    lines, printed = trained(
+        "digits_resnet", 2, *options, "--strategy", str(ROOT / "meshes/large_batch.toml")
+    )
+    assert "scaled to 2 replicas: batch 16 -> 32, steps 16 -> 8, peak rate 0.02 -> 0.04 (linear)" in printed
+    assert lines[-1]["step"] == 8
+    assert min(line["train/loss"] for line in lines[1:]) < lines[0]["train/loss"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_hetpipe_trains_virtual_workers_in_waves(num_workers, trained):
     """Each of two islands; `trainer/test_waves_of_stages.py` has two workers."""
