@@ -292,7 +292,7 @@ def test_an_attention_of_a_user_is_a_dict_entry(expected, monkeypatch, assert_sa
 
 def test_packed_rows_of_long_sequences_have_no_scores_of_all_positions(assert_same):
     config = replace(
-        CONFIG, seq=8192, num_layers=1, num_heads=1, num_kv_heads=1, window=None, full_every=None
+        CONFIG, seq=2048, num_layers=1, num_heads=1, num_kv_heads=1, window=None, full_every=None
     )
     found = {}
     for name in ("xla", "auto"):

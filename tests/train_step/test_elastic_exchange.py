@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from tiny_language_model import TinyConfig
 
 import shardtrain as st
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.functional.rng import step_key
-from shardtrain.models.gpt import GptConfig
 
 SLOTS, STEPS = 4, 6
 ADASUM = Synchronisation(by="adasum")
@@ -71,8 +71,8 @@ class Normed(nnx.Module):
 DRAWN = np.random.default_rng(0)
 TOKENS = [{"tokens": row} for row in DRAWN.integers(0, 32, (64, 9), np.int32)]
 IMAGES = [{"image": DRAWN.standard_normal(16, np.float32), "label": np.int32(i % 8)} for i in range(60)]
-GPT_MODEL = st.from_nnx(GptConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=2, dropout=0.1))
-GPT = Task(GPT_MODEL, st.next_token_loss, st.Batches(source=TOKENS, batch=8))
+TINY_MODEL = st.from_nnx(TinyConfig(vocab=32, num_layers=2, dropout=0.1))
+TINY = Task(TINY_MODEL, st.next_token_loss, st.Batches(source=TOKENS, batch=8))
 NORMED = Task(st.from_nnx(Normed), st.classification_loss, st.Batches(source=IMAGES, batch=12))
 UNEQUAL = NORMED._replace(batches=st.Batches(source=IMAGES, batch=10))
 ONE, FOUR = {"data": 1}, {"data": 2, "fsdp": 2}
@@ -81,9 +81,9 @@ ONE, FOUR = {"data": 1}, {"data": 2, "fsdp": 2}
 @pytest.mark.parametrize(
     ("task", "sizes", "optimizer", "synchronisation"),
     [
-        (GPT, FOUR, ADAM, ADASUM),
-        (GPT, FOUR, SGD, LOCAL),
-        (GPT, ONE, SGD, Synchronisation(by="adasum", on="deltas", every=2)),
+        (TINY, FOUR, ADAM, ADASUM),
+        (TINY, FOUR, SGD, LOCAL),
+        (NORMED, ONE, SGD, Synchronisation(by="adasum", on="deltas", every=2)),
         (NORMED, ONE, ADAM, Synchronisation()),
         (NORMED, ONE, SGD, LOCAL),
     ],
@@ -103,13 +103,13 @@ def test_slots_are_the_replicas_of_a_mesh(task, sizes, optimizer, synchronisatio
 def test_local_steps_average_the_states_of_optimizers():
     """The definition, in a loop over replicas: Adam's moments are averaged as the parameters are."""
     synchronisation = Synchronisation(on="deltas", every=3)
-    found = GPT.train_elastic(ONE, ADAM, synchronisation, [(3, 1), (0, 2)])
-    _, _, placement, state = GPT.make_parts(ONE, ADAM)
-    gradients = jax.jit(st.make_gradients(GPT.model, GPT.loss, placement))
-    batches = [batch for _, (batch, _) in zip(range(STEPS), GPT.batches.iterate(), strict=False)]
+    found = TINY.train_elastic(ONE, ADAM, synchronisation, [(3, 1), (0, 2)])
+    _, _, placement, state = TINY.make_parts(ONE, ADAM)
+    gradients = jax.jit(st.make_gradients(TINY.model, TINY.loss, placement))
+    batches = [batch for _, (batch, _) in zip(range(STEPS), TINY.batches.iterate(), strict=False)]
     params, opt_state, losses = state.params, state.opt_state, []
     for start in (0, 3):
-        own, rows = [], GPT.batches.batch // SLOTS
+        own, rows = [], TINY.batches.batch // SLOTS
         for replica in range(SLOTS):
             mine, opt = params, opt_state
             for step in range(start, start + 3):
@@ -146,10 +146,10 @@ def test_counters_and_keys_of_optimizers_are_exact():
 @pytest.mark.parametrize(
     ("task", "sizes", "synchronisation", "word"),
     [
-        (GPT, ONE, Synchronisation(by="int8+adasum"), "residual"),
-        (GPT, ONE, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
-        (GPT, ONE, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
-        (GPT, ONE, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
+        (TINY, ONE, Synchronisation(by="int8+adasum"), "residual"),
+        (TINY, ONE, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
+        (TINY, ONE, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
+        (TINY, ONE, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
         (NORMED, {"data": 2}, Synchronisation(), "a mesh without data"),
         (UNEQUAL, ONE, Synchronisation(), "rows of padding"),
     ],
