@@ -10,18 +10,19 @@ from tempfile import TemporaryDirectory
 from shardtrain import axes
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
-from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
+from shardtrain.cli.plan_options import CLUSTER_HEADER, PlanOptions, check_output, check_trace, cluster_path
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
-from shardtrain.islands.cluster import Cluster
+from shardtrain.islands.cluster import Cluster, arrange_islands, cluster_text
 from shardtrain.plan.batch_size import BatchSizes
 from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.device_calls import counts_flash
-from shardtrain.plan.island_stages import StagesPlan, plan_stages
-from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
+from shardtrain.plan.island_stages import IslandPipelines, StagesPlan
+from shardtrain.plan.islands import ClusterPlan, KindPlan, ReplicaPlanner, estimate_times
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import trace_layers
+from shardtrain.plan.pools import Pool, plan_pools
 from shardtrain.plan.predict import predict, steps
 from shardtrain.plan.prediction import Step
 from shardtrain.plan.search import find_frontier
@@ -34,8 +35,9 @@ from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import explain_plan, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plan_compiled import flag_parameters, format_compiled
-from shardtrain.report.plan_islands import explain_join, island_stages_text
+from shardtrain.report.plan_islands import explain_join
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
+from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.plots.frontier import check_frontier, plot_frontier
 from shardtrain.report.step_trace import TracedStep, format_traces, trace_text
 from shardtrain.sharding.axis_sizes import parse_mesh
@@ -69,15 +71,15 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     return format_traces(found) + f"trace: {path}\n"
 
 
-def _make_trace(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
+def _make_trace(run: Run, path: Path, plan: ClusterPlan, *, given: bool) -> str:
     """Write the trace of the best layout, or of the run's own strategy if one is given; return its text."""
     if given:
         choices = find_choices(run.strategy, plan)
-        traced = apply_shares(plan, run.strategy, choices, subjects[0].batch_rows)
-        return _write_trace(path, traced, estimate_times(traced, subjects, choices))
+        traced = apply_shares(plan, run.strategy, choices)
+        return _write_trace(path, traced, estimate_times(traced, choices))
     if not all(each.plan.ranked for each in plan.kinds):
         return "trace: not written, as nothing runs\n"
-    return _write_trace(path, plan, estimate_times(plan, subjects))
+    return _write_trace(path, plan, estimate_times(plan))
 
 
 def _try_analysis(name: str, text: Callable[[], str]) -> str:
@@ -134,32 +136,52 @@ def _layers_text(
     return f"\n{text}{stages}"
 
 
-def _plan_stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
-    """Print and return the best pipelines over several islands; print why if there are none."""
-    if len(plan.shares) == 1 or not run.strategy.synchronisation.is_mean:
-        return None
+def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
+    """Return what plans pipelines over islands, or why the run cannot have them."""
+    if not run.strategy.synchronisation.is_mean:
+        return "only a mean of gradients in every step is planned"
+    own = [each.kind for each in planner.cluster.islands if each.strategy]
+    problems = stage_problems(run.strategy)
+    if own:
+        problems.append(f"kind {', '.join(own)} has a strategy of its own, and stages have one in common")
     try:
-        if problems := stage_problems(run.strategy):
-            raise ValueError("; ".join(problems))
-        one_cut = bool(different_cut_problems(run, subjects[0].model_state))
-        found = plan_stages(subjects, plan, space, one_cut=one_cut)
-        # the run refuses fields that do not go with such a strategy
-        replace(run, strategy=make_staged_strategy(run, found))
+        # the run refuses fields that do not go with stages
+        replace(run.strategy.across, axis="pipeline", partitions=None, shares=None)
     except ValueError as problem:
-        terminal.out(f"as pipelines, a stage on each island: {problem}\n")
-        return None
-    terminal.out(island_stages_text(found, plan))
-    return found
+        problems.append(str(problem))
+    if problems:
+        return "; ".join(problems)
+    return IslandPipelines(
+        planner, one_cut=bool(different_cut_problems(run, planner.subjects[0].model_state))
+    )
 
 
-def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> str:
+def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
+    """Write the strategy of the best way to use islands; of several, also a cluster file with those used."""
+    way = pool.best
+    is_staged = isinstance(way, StagesPlan)
+    text = _write(path, make_staged_strategy(run, way) if is_staged else make_planned_strategy(run, way))
+    if len(cluster.of_islands) == 1:
+        return text
+    file = cluster_path(path)
+    replace_file(file, (CLUSTER_HEADER + cluster_text(arrange_islands(cluster, pool.order))).encode())
+    left = list(enumerate(cluster.of_islands))
+    numbers = []
+    for kind in pool.order:
+        numbers.append(next(each for each in left if each[1] is cluster.islands[kind]))
+        left.remove(numbers[-1])
+    order = ",".join(str(number) for number, _ in numbers)
+    return text + f"cluster: {file}, with islands {order} of the given file in this order\n"
+
+
+def _draw_frontiers(path: Path, plan: ClusterPlan, space: Space) -> str:
     """Draw memory against time for each kind of islands, each in a file; return a line for each file."""
     lines = []
-    for each, subject in plan.planned(subjects):
+    for each in plan.kinds:
         devices = each.kind.devices or 1
         if not each.plan.ranked:
             continue
-        best, points = find_frontier(subject, each.machine, devices, space)
+        best, points = find_frontier(each.subject, each.machine, devices, space)
         file = path.with_stem(f"{path.stem}_{each.kind.kind}") if len(plan.kinds) > 1 else path
         title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}, {each.rows} rows"
         plot_frontier(best, points, each.machine.rates.memory_bytes, file, title=title)
@@ -190,20 +212,19 @@ def check_compile(kind: str, cluster: Cluster) -> None:
             raise ValueError(str(error)) from error
 
 
-def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind: str) -> str:
+def compile_plan(run: Run, plan: ClusterPlan, kind: str) -> str:
     """Compile the best layout of each kind of islands, and format a comparison with its prediction.
 
     Args:
       run: the run.
       plan: the plan; kinds on which nothing runs are skipped.
-      subjects: the subject of each kind, as for `plan_cluster`.
       kind: kind of devices, see `plan.compile.describe_devices`.
     """
     texts = []
-    for each, counted in plan.planned(subjects):
+    for each in plan.kinds:
         if not each.plan.ranked:
             continue
-        devices = each.kind.devices or 1
+        devices, counted = each.kind.devices or 1, each.subject
         subject = replace(counted, target=counted.target._replace(has_flash=False))
         (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
         # the strategy that --output writes, as an island of this kind has it
@@ -250,9 +271,9 @@ def _make_subjects(
             return run, subjects
         accumulate, strategy = run.strategy.accumulate, run.strategy
         sizes = BatchSizes(
-            plan=lambda subjects, space: plan_cluster(
+            plan=lambda subjects, space: ReplicaPlanner(
                 subjects, cluster, space, 1, strategy.synchronisation, strategy.across
-            ),
+            ).plan([each.count for each in cluster.islands]),
             subjects=subjects,
             space=space,
             accumulate=accumulate,
@@ -273,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(read_given_cluster(arguments))
     if options.output is not None:
-        check_output(options.output)
+        check_output(options.output, several=len(cluster.of_islands) > 1)
     if options.trace is not None:
         check_trace(options.trace)
     if options.frontier is not None:
@@ -283,38 +304,39 @@ def main(arguments: Sequence[str]) -> int:
     space = make_space(run, parse_mesh(options.fixed))
     run, subjects = _make_subjects(run, options, cluster, space)
     synchronisation = run.strategy.synchronisation
-    plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
+    planner = ReplicaPlanner(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
+    pools = plan_pools(planner, _make_pipelines(run, planner))
+    plan = pools.pool.replicas
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
             "synchronisation: a plan of one island adds up gradients over data in every step and ignores"
             " --synchronisation; give a cluster of several islands to plan their synchronisation\n"
         )
-    terminal.out(plan_text(plan, subjects, options.most))
-    stages = _plan_stages(run, plan, subjects, space)
-    if options.output is not None and (plan.fits or stages is not None):
+    terminal.out(plan_text(plan, options.most) + pools_text(pools, cluster.islands))
+    if options.output is not None and pools.pool.fits:
         # written before any analysis can fail
-        best = make_planned_strategy(run, plan)
-        if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
-            best = make_staged_strategy(run, stages)
-        terminal.out(_write(options.output, best))
+        terminal.out(_write_pool(run, options.output, cluster, pools.pool))
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explain_plan(each.plan.ranked[0]))
         terminal.out(explain_join(plan) if plan.fits else "")
     if options.frontier is not None:
-        terminal.out(_draw_frontiers(options.frontier, plan, subjects, space))
+        terminal.out(_draw_frontiers(options.frontier, plan, space))
     if options.advise:
-        terminal.out(_try_analysis("advise", partial(plan_advice_text, subjects, plan)))
+        terminal.out(_try_analysis("advise", partial(plan_advice_text, plan)))
     if options.operators and plan.kinds[0].plan.ranked:
         text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
         terminal.out(_try_analysis("operators", text))
     if options.layers:
-        text = partial(_layers_text, run, options.output, subjects[0], plan, cluster.link_gb_per_second)
+        text = partial(
+            _layers_text, run, options.output, subjects[0], planner.plan_all(), cluster.link_gb_per_second
+        )
         terminal.out(_try_analysis("layers", text))
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None
-        terminal.out(_make_trace(run, options.trace, plan, subjects, given=given))
+        traced = planner.plan_all() if given else plan
+        terminal.out(_make_trace(run, options.trace, traced, given=given))
     if options.compile is not None:
         with cache_programs(flags_text):
-            terminal.out(compile_plan(run, plan, subjects, options.compile))
-    return DONE if plan.fits or stages is not None else FAILED
+            terminal.out(compile_plan(run, plan, options.compile))
+    return DONE if pools.pool.fits else FAILED

@@ -43,8 +43,9 @@ class PlanOptions(CompileOptions):
         that no other beats in both. Each kind of islands has a file.
       layers: show the best split of each layer by the batch or by features, also between unequal devices;
         compare it with data parallelism, one weird trick, HyPar and Megatron, and show the mesh that runs it.
-      output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE; with
-        operators or layers, what was found for each of them.
+      output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE; for several
+        islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with operators
+        or layers, what was found for each of them.
       operators: search a sharding for each operator separately, and compare it with the best layout.
       proposals: number of changes that --operators tries from each of its three starts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
@@ -105,11 +106,27 @@ class PlanOptions(CompileOptions):
         return Cluster(islands=(IslandKind(kind="devices", devices=self.devices, device=device),))
 
 
-def check_output(path: Path) -> None:
-    """Refuse to replace a file that is not a strategy file.
+CLUSTER_HEADER = "# the islands that shardtrain plan uses, for launch --cluster\n"
+
+
+def cluster_path(output: Path) -> Path:
+    """Return the path of the cluster file that is written beside a strategy file.
+
+    >>> cluster_path(Path("runs/strategy.toml")).as_posix()
+    'runs/strategy_cluster.toml'
+    """
+    return output.with_stem(f"{output.stem}_cluster")
+
+
+def check_output(path: Path, *, several: bool) -> None:
+    """Refuse to replace a file that is not a strategy file, or a cluster file that no plan wrote.
+
+    Args:
+      path: path of the strategy file.
+      several: whether there are several islands, so that a cluster file is written too.
 
     Raises:
-      ValueError: the file exists and is not a strategy file, or its folder does not exist.
+      ValueError: such a file exists, or the folder does not exist.
     """
     _check_folder("output", path)
     if path.exists():
@@ -119,6 +136,12 @@ def check_output(path: Path) -> None:
             raise ValueError(
                 f"--output is {path}, which exists and is not a strategy file; give another name"
             ) from error
+    cluster = cluster_path(path)
+    if several and cluster.exists() and not cluster.read_bytes().startswith(CLUSTER_HEADER.encode()):
+        raise ValueError(
+            f"--output is {path}, beside which {cluster} would be written, and that exists and is not from"
+            " shardtrain plan; give another name"
+        )
 
 
 def check_trace(path: Path) -> None:

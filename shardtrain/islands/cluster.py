@@ -5,10 +5,13 @@ with the key `islands` is a cluster; other files in `meshes/` are layouts.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, refuse
@@ -175,6 +178,53 @@ class Cluster:
     def strategy_sections(self) -> dict[str, Mapping[str, Any]]:
         """Islands -> the fields of the strategy that differ on them, see `Strategy.islands`."""
         return {islands: kind.strategy for islands, kind in self.sections if kind.strategy}
+
+
+def add_up_devices(kinds: Sequence[IslandKind], name: str) -> float | None:
+    """Add up a figure of all devices, such as "watts"; None if it is not given for one of the kinds."""
+    total = 0.0
+    for each in kinds:
+        value = getattr(each.device, name, None)
+        if value is None or each.devices is None:
+            return None
+        total += each.count * each.devices * value
+    return total
+
+
+def arrange_islands(cluster: Cluster, order: Sequence[int]) -> Cluster:
+    """Return a cluster with some islands of another one, in another order.
+
+    Args:
+      cluster: the cluster.
+      order: number of the kind of each island. Islands of a kind that follow each other are one kind, and a
+        kind that comes again has a number in its name.
+
+    >>> cluster = Cluster(islands=(IslandKind(kind="a", count=2), IslandKind(kind="b", count=2)))
+    >>> [(each.kind, each.count) for each in arrange_islands(cluster, (0, 0, 1, 0)).islands]
+    [('a', 2), ('b', 1), ('a-2', 1)]
+    """
+    kinds: list[IslandKind] = []
+    names = {kind.kind for kind in cluster.islands}
+    for number, group in groupby(order):
+        kind, name = cluster.islands[number], cluster.islands[number].kind
+        if name in (each.kind for each in kinds):
+            name = next(text for i in count(2) if (text := f"{name}-{i}") not in names)
+        names.add(name)
+        kinds.append(replace(kind, kind=name, count=len(list(group))))
+    return replace(cluster, islands=tuple(kinds))
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Format a cluster as TOML, which `read_cluster` reads back to an equal one."""
+
+    def plain(value: Any) -> dict[str, Any]:
+        return {each: item for each, item in vars(value).items() if item is not None and item != {}}
+
+    islands = [
+        {name: plain(item) if name == "device" else item for name, item in plain(kind).items()}
+        for kind in cluster.islands
+    ]
+    return tomli_w.dumps({**plain(cluster), KEY: islands})
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -23,6 +23,7 @@ class ClusterDevice:
       node_link_gb_per_second: gigabytes per second that a node sends to others; None assumes no delay.
       latency_us: microseconds of a message to another device.
       price_per_hour: price of one device, in any currency; None if unknown.
+      watts: power that one device draws while it trains; None if unknown.
       simulated: whether the devices are simulated on the cores of one host, which all of them share.
 
     Raises:
@@ -39,6 +40,7 @@ class ClusterDevice:
     node_link_gb_per_second: float | None = None
     latency_us: float = 10.0
     price_per_hour: float | None = None
+    watts: float | None = None
     simulated: bool = False
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class ClusterDevice:
         if not problems:
             for name in ("teraflops", "memory_gb", "memory_gb_per_second", "link_gb_per_second"):
                 problems += self._not_above_zero(name)
-            problems += self._not_above_zero("node_link_gb_per_second")
+            problems += self._not_above_zero("node_link_gb_per_second") + self._not_above_zero("watts")
             problems += [
                 f"{name} is {value}; use 0 or more"
                 for name in ("kernel_us", "latency_us", "price_per_hour")

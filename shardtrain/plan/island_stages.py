@@ -8,21 +8,27 @@ islands as replicas instead.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
 
 from shardtrain import axes
 from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
-from shardtrain.pipeline.stage_cut import NoCut, StageCut, best_cut, shortest_cut
+from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
+from shardtrain.pipeline.stage_cut import NoCut, best_cut, shortest_cut
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
-from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.island_orders import Islands, list_arrangements, name_distribution
+from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.space import Space, list_allowed_remats
+from shardtrain.plan.space import list_allowed_remats
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
 from shardtrain.sharding.shares import shares
+
+TRACED_ROWS = (2, 4)
+"""Rows of the microbatches for which the blocks are traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +62,34 @@ class PipelinePlan:
 
 
 class IslandPipelines:
-    """Predicts pipelines over the islands of a plan; models are traced once for all of them.
+    """Predicts pipelines over islands; models are traced once, and each pipeline is cut once.
 
     Inside an island, examples are split over its devices, and the parameters of a stage are replicated.
 
     Args:
-      subjects: the subject of each kind of islands, as for `plan_cluster`.
-      plan: the plan of islands as replicas, with the machine of each kind.
-      space: its rules and remat policies are used.
+      planner: the subjects, machines and link of the islands; the rules and remat policies of its space.
+      one_cut: whether all pipelines have one cut, for the slowest island of each stage.
     """
 
-    def __init__(self, subjects: Sequence[Subject], plan: ClusterPlan, space: Space) -> None:
-        self._subjects, self._plan, self._space = subjects, plan, space
-        self._whole: dict[tuple[int, int, int], Prediction] = {}
-        self._models: dict[int, ModelCosts] = {}
-        self.kinds = [number for number, each in enumerate(plan.kinds) for _ in range(each.kind.count)]
+    def __init__(self, planner: ReplicaPlanner, *, one_cut: bool = False) -> None:
+        self._subjects, self._machines = planner.subjects, planner.machines
+        self._cluster, self._space = planner.cluster, planner.space
+        self.link_bytes_per_second, self.speeds = planner.link_bytes_per_second, planner.speeds
+        self._one_cut = one_cut
+        self._predict, self._costs = cache(self._predict_whole), cache(self._compute_costs)
+        self._plan_cut = cache(self._plan_pipeline)
+
+    @property
+    def subject(self) -> Subject:
+        """The subject of the first kind of islands."""
+        return self._subjects[0]
 
     def num_devices(self, kind: int) -> int:
         """Return the number of devices of an island of a kind."""
-        return self._plan.kinds[kind].kind.devices or 1
-
-    def speed(self, kind: int) -> float:
-        """Return the flops per second of an island, before anything is predicted."""
-        return self.num_devices(kind) * self._plan.kinds[kind].machine.rates.flops_per_second
+        return self._cluster.islands[kind].devices or 1
 
     def plan(
-        self, pipelines: Sequence[Sequence[int]], rows: Sequence[int], accumulate: int, *, one_cut: bool
+        self, pipelines: Sequence[tuple[int, ...]], rows: Sequence[int], accumulate: int
     ) -> list[PipelinePlan]:
         """Return the best cut of each pipeline.
 
@@ -89,33 +97,30 @@ class IslandPipelines:
           pipelines: kind of the island of each stage, for each pipeline.
           rows: rows of each, a multiple of `accumulate` and of the devices of each of its islands.
           accumulate: number of microbatches.
-          one_cut: whether all have one cut, for the slowest island of each stage.
 
         Raises:
           NoCut: no cut fits the memory.
         """
-        asked = list(zip(map(tuple, pipelines), rows, strict=True))
-        costs = {each: self._costs(*each, accumulate) for each in dict.fromkeys(asked)}
-        if one_cut:
-            common = best_cut(_slowest(list(costs.values()))).counts
-            cuts = {each: shortest_cut(own, [common]) for each, own in costs.items()}
-        else:
-            cuts = {each: best_cut(own) for each, own in costs.items()}
-        found = {each: self._plan_pipeline(*each, costs[each], cuts[each]) for each in costs}
-        return [found[each] for each in asked]
+        asked = [(kinds, number, accumulate) for kinds, number in zip(pipelines, rows, strict=True)]
+        common = None
+        if self._one_cut:
+            common = best_cut(_slowest([self._costs(*each) for each in dict.fromkeys(asked)])).counts
+        return [self._plan_cut(*each, common) for each in asked]
 
     def _plan_pipeline(
-        self, kinds: tuple[int, ...], rows: int, costs: StageCosts, cut: StageCut
+        self, kinds: tuple[int, ...], rows: int, number: int, counts: tuple[int, ...] | None
     ) -> PipelinePlan:
-        number = costs.table.num_microbatches
-        whole = [self._prediction(kind, rows, number) for kind in kinds]
+        """Plan one pipeline of `number` microbatches, with the given blocks of each stage or the best."""
+        costs = self._costs(kinds, rows, number)
+        cut = best_cut(costs) if counts is None else shortest_cut(costs, [counts])
+        whole = [self._predict(kind, rows, number) for kind in kinds]
         parts = [count / costs.num_blocks for count in cut.counts]
         ends = [sum(cut.counts[: stage + 1]) for stage in range(len(kinds))]
         state = [
             costs.state_bytes(stage, end - count, end)
             for stage, (end, count) in enumerate(zip(ends, cut.counts, strict=True))
         ]
-        gradients = GRADIENT_BYTES * self._subjects[0].num_trained
+        gradients = GRADIENT_BYTES * self.subject.num_trained
         busy = number * max(cut.busy_seconds)
         return PipelinePlan(
             rows=rows,
@@ -131,13 +136,13 @@ class IslandPipelines:
             gradient_bytes=tuple(gradients * each / sum(state) for each in state),
         )
 
-    def _costs(self, kinds: tuple[int, ...], rows: int, accumulate: int) -> StageCosts:
+    def _compute_costs(self, kinds: tuple[int, ...], rows: int, accumulate: int) -> StageCosts:
         devices = []
         for kind in kinds:
-            number, prediction = self.num_devices(kind), self._prediction(kind, rows, accumulate)
+            number, prediction = self.num_devices(kind), self._predict(kind, rows, accumulate)
             stage = StageDevices(
                 flops_per_second=number * prediction.flops / prediction.seconds.compute,
-                memory_bytes=self._plan.kinds[kind].machine.rates.memory_bytes,
+                memory_bytes=self._machines[kind].rates.memory_bytes,
                 row_shards=number,
             )
             devices.append(stage)
@@ -145,29 +150,39 @@ class IslandPipelines:
             model=self._model(rows // accumulate),
             devices=devices,
             table=make_table("1f1b", len(kinds), accumulate),
-            link_bytes_per_second=self._plan.link_bytes_per_second,
+            link_bytes_per_second=self.link_bytes_per_second,
         )
 
     def _model(self, rows: int) -> ModelCosts:
-        """Return the costs of the blocks for a microbatch of `rows` rows."""
-        if rows not in self._models:
-            subject = self._subjects[0]
-            self._models[rows] = model_costs(subject.traced_blocks(rows), subject.optimizer.init)
-        return self._models[rows]
+        """Return the costs of the blocks for a microbatch of `rows` rows, by which they grow evenly."""
+        small, large = self._traced
+        part = (rows - TRACED_ROWS[0]) / (TRACED_ROWS[1] - TRACED_ROWS[0])
 
-    def _prediction(self, kind: int, rows: int, accumulate: int) -> Prediction:
+        def grow(small: BlockCost, large: BlockCost) -> BlockCost:
+            costs = {name: (value, getattr(large, name)) for name, value in vars(small).items()}
+            return BlockCost(**{name: max(a + part * (b - a), 0.0) for name, (a, b) in costs.items()})
+
+        return ModelCosts(
+            blocks=list(map(grow, small.blocks, large.blocks)),
+            first=grow(small.first, large.first),
+            last=grow(small.last, large.last),
+        )
+
+    @cached_property
+    def _traced(self) -> list[ModelCosts]:
+        init = self.subject.optimizer.init
+        return [model_costs(self.subject.traced_blocks(rows), init) for rows in TRACED_ROWS]
+
+    def _predict_whole(self, kind: int, rows: int, accumulate: int) -> Prediction:
         """Predict the whole model on an island of a kind; a stage takes its share of the time."""
-        key = kind, rows, accumulate
-        if key not in self._whole:
-            subject, devices = self._subjects[kind], self.num_devices(kind)
-            layout = replace(
-                self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False, collective_matmul=False
-            )
-            remat = list_allowed_remats(subject, self._space)[0]
-            choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
-            machine = self._plan.kinds[kind].machine
-            (self._whole[key],) = predict_choices(subject.share(rows), machine, devices, [choice])
-        return self._whole[key]
+        subject, devices = self._subjects[kind], self.num_devices(kind)
+        layout = replace(
+            self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False, collective_matmul=False
+        )
+        remat = list_allowed_remats(subject, self._space)[0]
+        choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
+        (found,) = predict_choices(subject.share(rows), self._machines[kind], devices, [choice])
+        return found
 
 
 def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
@@ -196,11 +211,13 @@ class StagesPlan:
     """Pipelines over islands: island i is stage i % partitions of pipeline i // partitions.
 
     Args:
+      islands: the kinds of their islands.
       pipelines: the pipelines, with the same number of islands.
       accumulate: number of microbatches of each.
       join_seconds: seconds of adding up their gradients.
     """
 
+    islands: Islands
     pipelines: tuple[PipelinePlan, ...]
     accumulate: int
     join_seconds: float = 0.0
@@ -236,43 +253,47 @@ class StagesPlan:
         texts = [",".join(map(str, each.counts)) for each in self.pipelines]
         return ";".join(texts if len(set(texts)) > 1 else texts[:1])
 
+    @property
+    def distribution(self) -> str:
+        """How kinds are distributed over the pipelines (Park et al. 2020, HetPipe, section 5)."""
+        return name_distribution(self.islands)
 
-def plan_stages(
-    subjects: Sequence[Subject], plan: ClusterPlan, space: Space | None = None, *, one_cut: bool = False
-) -> StagesPlan:
-    """Return the best pipelines with a stage on each island, in the order of the cluster file.
+
+def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[StagesPlan]:
+    """Return the best pipelines of each length and distribution with a stage on each island, fastest first.
 
     Args:
-      subjects: the subject of each kind of islands, as for `plan_cluster`.
-      plan: the plan of islands as replicas, with the machine of each kind.
-      space: its rules and remat policies are used. None means the defaults.
-      one_cut: whether all pipelines must have the same cut.
+      pipelines: predicts pipelines.
+      kinds: the kind of each island.
 
     Raises:
       ValueError: the model does not define its blocks, or has fewer blocks than islands in a pipeline; the
         batch cannot be split over devices and microbatches; or no cut fits the memory.
     """
-    num_blocks, num_islands = subjects[0].num_blocks, len(plan.shares)
-    sizes = [number for number in divisors(num_islands) if number > 1]
+    num_blocks = pipelines.subject.num_blocks
+    sizes = [number for number in divisors(len(kinds)) if number > 1]
     if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
             f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
             f" each island of a pipeline; use a number of islands that {_format_range(num_blocks)} divides"
         )
-    pipelines = IslandPipelines(subjects, plan, space or Space())
-    found, problems = [], []
+    kinds = sorted(kinds, key=lambda kind: -pipelines.speeds[kind])
+    problems, best = [], dict[tuple[int, str], StagesPlan]()
     for num_stages in possible:
-        for accumulate in _list_microbatches(subjects[0].batch_rows, num_stages):
+        for islands, accumulate in product(
+            sorted(list_arrangements(kinds, num_stages)),
+            _list_microbatches(pipelines.subject.batch_rows, num_stages),
+        ):
+            key = num_stages, name_distribution(islands)
             try:
-                found += _plan_stages(
-                    pipelines, plan, subjects[0].batch_rows, num_stages, accumulate, one_cut
-                )
+                for found in _plan_stages(pipelines, islands, accumulate):
+                    best[key] = min(best.get(key, found), found, key=lambda each: each.seconds)
             except ValueError as error:
                 problems.append(error)
-    if not found:
+    if not best:
         # a cut that does not fit the memory is nearer to a plan than a batch that cannot be split
         raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
-    return min(found, key=lambda each: each.seconds)
+    return sorted(best.values(), key=lambda each: each.seconds)
 
 
 def _format_range(most: int) -> str:
@@ -293,30 +314,23 @@ def _list_microbatches(rows: int, num_stages: int) -> list[int]:
     return sorted({max(n for n in divisors(rows) if n <= k * num_stages) for k in PER_STAGE})
 
 
-def _plan_stages(
-    pipelines: IslandPipelines,
-    plan: ClusterPlan,
-    batch_rows: int,
-    num_stages: int,
-    accumulate: int,
-    one_cut: bool,
-) -> Iterator[StagesPlan]:
-    """Yield pipelines of `num_stages` stages, with rows split by the speeds of the round before.
+def _plan_stages(pipelines: IslandPipelines, islands: Islands, accumulate: int) -> Iterator[StagesPlan]:
+    """Yield pipelines over islands, with rows split by the speeds of the round before.
 
     Raises:
       ValueError: the batch cannot be split over them; NoCut: no cut fits the memory.
     """
-    kinds = pipelines.kinds
-    pools = [kinds[first : first + num_stages] for first in range(0, len(kinds), num_stages)]
-    multiples = [accumulate * math.lcm(*map(pipelines.num_devices, pool)) for pool in pools]
-    speeds = [sum(map(pipelines.speed, pool)) for pool in pools]
+    batch_rows = pipelines.subject.batch_rows
+    multiples = [accumulate * math.lcm(*map(pipelines.num_devices, kinds)) for kinds in islands]
+    speeds = [sum(pipelines.speeds[kind] for kind in kinds) for kinds in islands]
     before: list[int] = []
     for _ in range(ROUNDS):
         try:
             rows = shares(batch_rows, speeds, minimum=1, multiples=multiples)
         except ValueError:
-            devices = " and ".join(str(pipelines.num_devices(kind)) for kind in dict.fromkeys(kinds))
-            text = f" in each of {len(pools)} pipelines" if len(pools) > 1 else ""
+            used = dict.fromkeys(kind for kinds in islands for kind in kinds)
+            devices = " and ".join(str(pipelines.num_devices(kind)) for kind in sorted(used))
+            text = f" in each of {len(islands)} pipelines" if len(islands) > 1 else ""
             raise ValueError(
                 f"{accumulate} microbatches of {batch_rows} rows cannot be split over {devices} devices"
                 f"{text}; use a larger batch"
@@ -324,14 +338,14 @@ def _plan_stages(
         if rows == before:
             return
         before = rows
-        planned = pipelines.plan(pools, rows, accumulate, one_cut=one_cut)
+        planned = pipelines.plan(islands, rows, accumulate)
+        # each block's gradients are added up over its owners by rings
+        most = max(number for each in planned for number in each.gradient_bytes)
+        sent = count_sent_bytes(ALL_REDUCE, len(planned), most)
         yield StagesPlan(
-            pipelines=tuple(planned), accumulate=accumulate, join_seconds=_join_seconds(planned, plan)
+            islands=islands,
+            pipelines=tuple(planned),
+            accumulate=accumulate,
+            join_seconds=sent / pipelines.link_bytes_per_second,
         )
         speeds = [each.rows / each.seconds for each in planned]
-
-
-def _join_seconds(planned: Sequence[PipelinePlan], plan: ClusterPlan) -> float:
-    """Return the seconds of adding up each block's gradients over its owners by rings."""
-    most = max(number for each in planned for number in each.gradient_bytes)
-    return count_sent_bytes(ALL_REDUCE, len(planned), most) / plan.link_bytes_per_second

@@ -6,6 +6,8 @@ Next: `search.py`, the layouts of one kind of islands; `report/plan.py`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
@@ -43,6 +45,7 @@ class KindPlan:
 
     Args:
       kind: the kind.
+      subject: the subject, with the rows of one of its islands.
       machine: its devices.
       rows: rows of the batch for each of its islands.
       plan: the ranked choices for one island.
@@ -50,6 +53,7 @@ class KindPlan:
     """
 
     kind: IslandKind
+    subject: Subject
     machine: Machine
     rows: int
     plan: Plan
@@ -107,12 +111,6 @@ class ClusterPlan:
         """Largest number of programs in which islands compute their gradients."""
         return choose_fastest(self.early).num_programs if self.early else self.given_programs or 1
 
-    def planned(self, subjects: Sequence[Subject]) -> list[tuple[KindPlan, Subject]]:
-        """Return each kind with its subject, which has the rows of one of its islands."""
-        several = len(self.shares) > 1
-        kinds = zip(self.kinds, subjects, strict=True)
-        return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
-
     def estimate_join(self, synchronisation: Synchronisation) -> SyncCosts:
         """Return the costs of another synchronisation, with the same layouts."""
         assert self.merges is not None
@@ -125,15 +123,8 @@ class ClusterPlan:
         return found._replace(seconds=waited, hidden_seconds=found.seconds - waited)
 
 
-def plan_cluster(
-    subjects: Sequence[Subject],
-    cluster: Cluster,
-    space: Space | None = None,
-    most: int = 20,
-    synchronisation: Synchronisation = Synchronisation(),
-    across: Across = Across(),
-) -> ClusterPlan:
-    """Plan the islands of a cluster, each a replica with its share of the batch.
+class ReplicaPlanner:
+    """Plans islands of a cluster as replicas; each number of rows on a kind of islands is searched once.
 
     Args:
       subjects: the model, its loss, optimizer and batch, for each kind of islands.
@@ -144,46 +135,113 @@ def plan_cluster(
       across: dtype and buckets of what they send.
 
     Raises:
-      ValueError: a kind names no devices or unknown ones, or nothing can run on it.
+      ValueError: a kind names no devices or unknown ones.
     """
-    machines = [
-        _make_machine(kind, subject.in_float32)
-        for kind, subject in zip(cluster.islands, subjects, strict=True)
-    ]
-    space = space or Space()
-    if len(cluster.of_islands) > 1:
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        cluster: Cluster,
+        space: Space | None = None,
+        most: int = 20,
+        synchronisation: Synchronisation = Synchronisation(),
+        across: Across = Across(),
+    ) -> None:
+        self.subjects, self.cluster, self.space = subjects, cluster, space or Space()
+        self._most, self._synchronisation, self._across = most, synchronisation, across
+        self.machines = [
+            _make_machine(kind, subject.in_float32)
+            for kind, subject in zip(cluster.islands, subjects, strict=True)
+        ]
+        link = cluster.link_gb_per_second
+        self.link_bytes_per_second = math.inf if link is None else link * GB
+        self._search = cache(self._search_kind)
+        self._merges = cache(lambda number: make_merge_bytes(subjects[0], number, across))
+
+    @property
+    def speeds(self) -> list[float]:
+        """Flops per second of an island of each kind."""
+        kinds = zip(self.cluster.islands, self.machines, strict=True)
+        return [machine.rates.flops_per_second * (kind.devices or 1) for kind, machine in kinds]
+
+    def plan(self, counts: Sequence[int]) -> ClusterPlan:
+        """Return the plan of some islands, without early gradients and published methods.
+
+        Args:
+          counts: number of islands of each kind, from 0.
+
+        Raises:
+          ValueError: several islands are planned, and nothing runs on one of them.
+        """
+        rows, speeds = self.subjects[0].batch_rows, self.speeds
+        used = [kind for kind, count in enumerate(counts) if count]
+        if sum(counts) == 1:
+            kinds = (self._plan_kind(used[0], 1, rows, several=False),)
+            return ClusterPlan(kinds=kinds, shares=(rows,), join_seconds=0.0)
+        plans: list[ClusterPlan] = []
+        for _ in range(ROUNDS):
+            split = shares(rows, [speeds[kind] for kind in used for _ in range(counts[kind])])
+            firsts = accumulate((counts[kind] for kind in used), initial=0)
+            kinds = tuple(
+                # islands of a kind may differ by one row; the plan is for the most rows
+                self._plan_kind(kind, counts[kind], max(split[first : first + counts[kind]]), several=True)
+                for kind, first in zip(used, firsts, strict=False)
+            )
+            found = ClusterPlan(
+                kinds=kinds,
+                shares=tuple(split),
+                join_seconds=0.0,
+                synchronisation=self._synchronisation,
+                link_bytes_per_second=self.link_bytes_per_second,
+                merges=self._merges(sum(counts)),
+            )
+            join_seconds = found.estimate_join(self._synchronisation).seconds
+            plans.append(replace(found, join_seconds=join_seconds))
+            for kind, speed in zip(used, _update_speeds(kinds, [speeds[kind] for kind in used]), strict=True):
+                speeds[kind] = speed
+        return min(plans, key=lambda each: (not each.fits, each.seconds))
+
+    def plan_all(self) -> ClusterPlan:
+        """Return the finished plan of all islands.
+
+        Raises:
+          ValueError: nothing runs on one of several kinds.
+        """
+        return self.finish(self.plan([kind.count for kind in self.cluster.islands]))
+
+    def finish(self, plan: ClusterPlan) -> ClusterPlan:
+        """Return a plan with the steps of early gradients, and the choices of published methods."""
+        if len(plan.shares) > 1:
+            plan = _add_early(plan, self.subjects[0], self._across)
+        space, kinds = self._space(len(plan.shares) > 1), []
+        for each in plan.kinds:
+            named = plan_named_layouts(each.subject, each.machine, each.kind.devices or 1, space)
+            kinds.append(replace(each, named=named))
+        return replace(plan, kinds=tuple(kinds))
+
+    def _space(self, several: bool) -> Space:
+        if not several:
+            return self.space
         # sections of a strategy have no schedule of their own
-        space = replace(space, schedules=space.schedules[:1], own_copies=own_copies(synchronisation))
-    subject, islands = subjects[0], cluster.of_islands
-    if len(islands) == 1:
-        devices = islands[0].devices or 1
-        plan = search(subject, machines[0], devices, space, most)
-        if not plan.ranked:
-            plan = replace(plan, nearest=nearest_text(subject, devices, space))
-        kind = KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan)
-        one = ClusterPlan(kinds=(kind,), shares=(subject.batch_rows,), join_seconds=0.0)
-        return _add_named(one, subjects, space)
-    speeds = [
-        machine.rates.flops_per_second * (kind.devices or 1)
-        for kind, machine in zip(cluster.islands, machines, strict=True)
-    ]
-    link, merges = cluster.link_gb_per_second, make_merge_bytes(subject, len(islands), across)
-    link_bytes_per_second = math.inf if link is None else link * GB
-    plans: list[ClusterPlan] = []
-    for _ in range(ROUNDS):
-        kinds, rows = _apply_speeds(subjects, cluster, machines, speeds, space, most)
-        found = ClusterPlan(
-            kinds=kinds,
-            shares=rows,
-            join_seconds=0.0,
-            synchronisation=synchronisation,
-            link_bytes_per_second=link_bytes_per_second,
-            merges=merges,
-        )
-        plans.append(replace(found, join_seconds=found.estimate_join(synchronisation).seconds))
-        speeds = _update_speeds(kinds, speeds)
-    best = min(plans, key=lambda each: (not each.fits, each.seconds))
-    return _add_named(_add_early(best, subject, across), subjects, space)
+        copies = own_copies(self._synchronisation)
+        return replace(self.space, schedules=self.space.schedules[:1], own_copies=copies)
+
+    def _plan_kind(self, number: int, count: int, rows: int, *, several: bool) -> KindPlan:
+        kind = replace(self.cluster.islands[number], count=count)
+        subject, plan = self._search(number, rows, several)
+        if several and not plan.ranked:
+            raise ValueError(
+                f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}\n"
+                + plan.nearest
+            )
+        return KindPlan(kind=kind, subject=subject, machine=self.machines[number], rows=rows, plan=plan)
+
+    def _search_kind(self, number: int, rows: int, several: bool) -> tuple[Subject, Plan]:
+        subject, devices = self.subjects[number], self.cluster.islands[number].devices or 1
+        subject, space = subject.share(rows) if several else subject, self._space(several)
+        plan = search(subject, self.machines[number], devices, space, self._most)
+        nearest = "" if plan.ranked else nearest_text(subject, devices, space)
+        return subject, replace(plan, nearest=nearest)
 
 
 def _add_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
@@ -203,23 +261,11 @@ def _add_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPl
     return replace(plan, early=early, join_seconds=choose_fastest(early).seconds - alone)
 
 
-def _add_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
-    """Add the choices of published methods for each kind."""
-    kinds = []
-    for each, subject in plan.planned(subjects):
-        named = plan_named_layouts(subject, each.machine, each.kind.devices or 1, space)
-        kinds.append(replace(each, named=named))
-    return replace(plan, kinds=tuple(kinds))
-
-
-def estimate_times(
-    plan: ClusterPlan, subjects: Sequence[Subject], choices: Sequence[Choice] | None = None
-) -> list[StepTimes]:
+def estimate_times(plan: ClusterPlan, choices: Sequence[Choice] | None = None) -> list[StepTimes]:
     """Return the durations of the parts of a step, for each kind of islands with rows.
 
     Args:
       plan: the plan.
-      subjects: the subjects of the plan.
       choices: the choice for each kind. None means the best ones.
 
     Raises:
@@ -228,10 +274,10 @@ def estimate_times(
     if choices is None:
         choices = [each.plan.ranked[0].choice for each in plan.kinds]
     found = []
-    for (each, subject), choice in zip(plan.planned(subjects), choices, strict=True):
+    for each, choice in zip(plan.kinds, choices, strict=True):
         if not each.rows:
             continue
-        (step,) = steps(subject, each.machine, each.kind.devices or 1, [choice])
+        (step,) = steps(each.subject, each.machine, each.kind.devices or 1, [choice])
         found.append(compute_step_times(step, each.machine))
     return found
 
@@ -250,29 +296,3 @@ def _make_machine(kind: IslandKind, in_float32: bool) -> Machine:
             ' device = { name = "NVIDIA A100-SXM4-80GB" }, or measured rates (shardtrain calibrate)'
         )
     return make_machine(kind.device, kind.devices, in_float32=in_float32, nodes=kind.nodes)
-
-
-def _apply_speeds(
-    subjects: Sequence[Subject],
-    cluster: Cluster,
-    machines: Sequence[Machine],
-    speeds: Sequence[float],
-    space: Space,
-    most: int,
-) -> tuple[tuple[KindPlan, ...], tuple[int, ...]]:
-    """Split rows in proportion to speeds; return the plan of each kind, and the rows of each island."""
-    weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
-    rows = shares(subjects[0].batch_rows, weights)
-    # islands of a kind may differ by one row; the plan is for the most rows
-    firsts = [sum(kind.count for kind in cluster.islands[:i]) for i in range(len(cluster.islands))]
-    kinds = []
-    for first, kind, machine, subject in zip(firsts, cluster.islands, machines, subjects, strict=True):
-        most_rows = max(rows[first : first + kind.count])
-        plan = search(subject.share(most_rows), machine, kind.devices or 1, space, most)
-        if not plan.ranked:
-            raise ValueError(
-                f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}\n"
-                + nearest_text(subject.share(most_rows), kind.devices or 1, space)
-            )
-        kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
-    return tuple(kinds), tuple(rows)

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from shardtrain.islands.cluster import add_up_devices
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.search import RankedChoice
 from shardtrain.plan.space import mesh_text
-from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_islands import early_text, format_join, synchronisations_text
 from shardtrain.report.quantities import bytes_text, count_text, seconds_text
 from shardtrain.report.tables import table_text
@@ -46,21 +46,17 @@ COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slow
 MOST_REFUSED = 5
 
 
-def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
+def plan_text(plan: ClusterPlan, most: int) -> str:
     """Format the best choices for each kind of islands, and the resulting step.
 
     Args:
       plan: the plan.
-      subjects: the subject of each kind, as for `plan_cluster`.
       most: number of choices to show for each kind.
     """
-    parts = [
-        _kind_text(each, subject.row_flops, len(plan.shares) > 1, most)
-        for each, subject in zip(plan.kinds, subjects, strict=True)
-    ]
+    parts = [_kind_text(each, len(plan.shares) > 1, most) for each in plan.kinds]
     if not plan.fits:
         return "".join(parts)
-    subject = subjects[0]
+    subject = plan.kinds[0].subject
     rows_per_second = subject.batch_rows / plan.seconds
     line = f"step: {seconds_text(plan.seconds)}, {count_text(rows_per_second)} examples/s"
     units_per_second = rows_per_second * (subject.row_units or 0.0) * (subject.unit != "examples")
@@ -68,26 +64,15 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
         line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
         line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {format_join(plan)}"
-    price = _price_per_second(plan)
-    if price is not None:
-        line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
+    if (hour := add_up_devices([each.kind for each in plan.kinds], "price_per_hour")) is not None:
+        price = hour / 3600
+        line += f"; {hour:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
     return "".join(parts) + line + "\n" + synchronisations_text(plan) + early_text(plan)
 
 
-def _price_per_second(plan: ClusterPlan) -> float | None:
-    prices = [
-        (each.kind.count * (each.kind.devices or 1), each.kind.device.price_per_hour)
-        for each in plan.kinds
-        if each.kind.device is not None
-    ]
-    if len(prices) < len(plan.kinds) or any(price is None for _, price in prices):
-        return None
-    return sum(number * (price or 0.0) for number, price in prices) / 3600
-
-
-def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> str:
+def _kind_text(each: KindPlan, several: bool, most: int) -> str:
     devices = each.kind.devices or 1
     title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}"
     if not each.rows:
@@ -103,7 +88,8 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
         return f"{title}\nnothing runs\n{_format_refused(each.plan.refused)}{each.plan.nearest}\n"
     peak = devices * (each.machine.peak_flops_per_second or math.inf)
     # steps in a second of all devices at their peak
-    steps_at_peak = peak / (each.rows * row_flops) if each.rows * row_flops else math.inf
+    flops = each.rows * each.subject.row_flops
+    steps_at_peak = peak / flops if flops else math.inf
     rows = [_row(i, one, memory, steps_at_peak) for i, one in enumerate(ranked)]
     text = table_text(COLUMNS, rows, title=title)
     if not any(one.fits for one in ranked):

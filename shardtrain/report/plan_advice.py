@@ -1,11 +1,9 @@
 """Format the advice on a plan for `shardtrain plan --advise`: scaling, and what memory allows."""
 
 import math
-from collections.abc import Sequence
 
 from shardtrain.plan.advice.efficiency import rank_by_remat, scaling
 from shardtrain.plan.islands import ClusterPlan, KindPlan
-from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
@@ -13,23 +11,14 @@ EFFICIENCY = 0.8
 """The efficiency for which the largest number of devices is shown."""
 
 
-def plan_advice_text(subjects: Sequence[Subject], plan: ClusterPlan) -> str:
-    """Format how the best choice for each kind of islands scales, and what memory allows on its mesh.
-
-    Args:
-      subjects: the subject of each kind, as for `plan_cluster`.
-      plan: the plan.
-    """
-    return "".join(
-        _kind_text(subject, each)
-        for each, subject in plan.planned(subjects)
-        if each.plan.ranked and each.rows
-    )
+def plan_advice_text(plan: ClusterPlan) -> str:
+    """Format how the best choice for each kind of islands scales, and what memory allows on its mesh."""
+    return "".join(_kind_text(each) for each in plan.kinds if each.plan.ranked and each.rows)
 
 
-def _kind_text(subject: Subject, each: KindPlan) -> str:
+def _kind_text(each: KindPlan) -> str:
     best, devices = each.plan.ranked[0], each.kind.devices or 1
-    found = scaling(subject, each, best, EFFICIENCY)
+    found = scaling(each, best, EFFICIENCY)
     allowed = "any number of" if math.isinf(found.most_devices) else f"at most {found.most_devices:.0f}"
     lines = [
         f"\n{each.kind.kind}: efficiency {found.efficiency:.0%} on {devices} devices; {EFFICIENCY:.0%} allows"
@@ -56,7 +45,7 @@ def _kind_text(subject: Subject, each: KindPlan) -> str:
             "yes" if one.fits else "no",
             seconds_text(one.prediction.seconds.total),
         )
-        for one in rank_by_remat(subject, each, best)
+        for one in rank_by_remat(each, best)
     ]
     header = ("remat", "microbatches", "memory", "fits", "step")
     return "\n".join(lines) + "\n" + table_text(header, rows, title="on the mesh of the best way")

@@ -1,10 +1,9 @@
-"""Format how islands of a plan are joined: bytes, seconds, gradient parts; and islands as pipeline stages."""
+"""Format how islands of a plan are joined: bytes, seconds, gradient parts."""
 
 import math
 
 from shardtrain.combine.sync_trigger import ALWAYS
 from shardtrain.plan.island_exchange import EXTRA_SHARE, candidates, own_copies
-from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
@@ -92,26 +91,3 @@ def explain_join(plan: ClusterPlan) -> str:
         for each in plan.early
     ]
     return table_text(("of an island", "", "from"), rows, title="islands joined")
-
-
-def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
-    """Compare pipelines over the islands with islands as replicas."""
-    limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
-    needed = ", ".join(map(bytes_text, stages.memory_bytes))
-    free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
-    beside = "replicas do not fit"
-    if plan.fits:
-        beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
-    name, options, joined = "one pipeline", f"--stages {stages.cuts}", ""
-    if (number := len(stages.pipelines)) > 1:
-        name = f"{number} pipelines"
-        options = f'--partitions {stages.partitions} --stages "{stages.cuts}"'
-        rows = ",".join(map(str, stages.rows))
-        options += f" --shares {rows}"
-        joined = f", and their gradients are joined in {seconds_text(stages.join_seconds)}"
-    return (
-        f"as {name}, a stage on each island (--across pipeline {options} --accumulate {stages.accumulate}):"
-        f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
-        f" {seconds_text(stages.slowest.compute_seconds)} and waits"
-        f" {seconds_text(stages.slowest.bubble_seconds)}{joined}; memory of a device {needed}{free}\n"
-    )

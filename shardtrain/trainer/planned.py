@@ -193,16 +193,13 @@ def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
     return found
 
 
-def apply_shares(
-    plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice], batch_rows: int
-) -> ClusterPlan:
+def apply_shares(plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice]) -> ClusterPlan:
     """Return a plan with the rows that the shares of a strategy give each island.
 
     Args:
       plan: the plan; its rows stay if the strategy gives no weights.
       strategy: the strategy.
       choices: the choice for each kind of islands, see `find_choices`.
-      batch_rows: rows of the whole batch.
 
     Raises:
       ValueError: there are not as many weights as islands.
@@ -220,10 +217,11 @@ def apply_shares(
         sizes = axis_sizes(choice.layout.mesh, each.kind.devices or 1)
         split = RowSplit.of(sizes, choice.layout.batch_axes, choice.accumulate)
         multiples += [split.multiple] * each.kind.count
-    rows = split_over_islands(batch_rows, weights, multiples)
+    rows = split_over_islands(sum(plan.shares), weights, multiples)
     kinds, first = [], 0
     for each in plan.kinds:
-        kinds.append(replace(each, rows=max(rows[first : first + each.kind.count])))
+        most = max(rows[first : first + each.kind.count])
+        kinds.append(replace(each, rows=most, subject=each.subject.share(most)))
         first += each.kind.count
     return replace(plan, kinds=tuple(kinds), shares=tuple(rows))
 

@@ -13,7 +13,7 @@ from tests.cli.test_inspect import TINY, TINY_RUN
 
 GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
 CLUSTER = """
-link_gb_per_second = 1.0
+link_gb_per_second = 100.0
 [[islands]]
 kind = "big"
 devices = 2
@@ -22,6 +22,15 @@ device = { teraflops = 0.06, memory_gb_per_second = 60, memory_gb = 8, price_per
 kind = "small"
 devices = 1
 device = { teraflops = 0.02, memory_gb_per_second = 20, memory_gb = 8, price_per_hour = 1.0 }
+"""
+
+
+OLD = """
+[[islands]]
+kind = "old"
+count = 2
+devices = 1
+device = { teraflops = 0.0001, memory_gb_per_second = 0.1, memory_gb = 8, price_per_hour = 1.0 }
 """
 
 
@@ -46,7 +55,8 @@ def planned(capsys, monkeypatch, tiny):
 
 def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, capsys):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
-    cluster.write_text(CLUSTER)
+    # the islands of the last kind are too slow to help
+    cluster.write_text(CLUSTER + OLD)
     more = ["--remat", "none", "--frontier", str(tmp_path / "frontier.png")]
     text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2", *more)
     assert "big: 2 devices" in text
@@ -54,6 +64,8 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     assert "tokens/s; rows of islands" in text
     assert "for 1e6 examples" in text
     assert "for 1e9 tokens" in text
+    assert "tokens for a price of 1" in text
+    assert "left out: 2 x old\n" in text
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["frontier_big.png", "frontier_small.png"]
     assert "the schedule simulated with these times" in text
@@ -68,6 +80,20 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     words = ["--strategy", str(strategy), "--island", "0"]
     assert cli.main(["inspect", tiny, *words]) == 0
     assert "2 devices" in capsys.readouterr().out
+    # the islands that are used, as they are launched
+    used = tmp_path / "strategy_cluster.toml"
+    assert f"cluster: {used}, with islands 0,1 of the given file in this order" in text
+    assert [each.kind for each in read_cluster(used).islands] == ["big", "small"]
+    run = ["train", tiny, "--strategy", str(strategy)]
+    assert cli.main(["launch", "--cluster", str(used), "--dry-run", "--", *run]) == 0
+    assert "-n 2" in capsys.readouterr().out
+    assert cli.main(["inspect", tiny, "--cluster", str(used), *words]) == 0
+    # the plan of these islands is the same, and only its own files are replaced
+    again = planned("--cluster", str(used), "--output", str(strategy), *more[:2], code=0)
+    assert "left out" not in again
+    cluster.rename(tmp_path / "mine_cluster.toml")
+    refused = planned("--cluster", str(used), "--output", str(tmp_path / "mine.toml"), code=2)
+    assert "mine_cluster.toml would be written, and that exists and is not from shardtrain plan" in refused
 
 
 def test_what_does_not_fit_is_said(planned, tmp_path):

@@ -12,7 +12,7 @@ from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.batch_size import CLOSE, BatchSizes
-from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from tests.cli.test_inspect import TINY_RUN
@@ -33,7 +33,7 @@ def sizes_of(subject, memory_gb, devices=4, most=1024):
     cluster = Cluster(islands=(IslandKind(kind="a", devices=devices, device=device),))
     space = Space(remats=(None,))
     return BatchSizes(
-        plan=lambda subjects, space: plan_cluster(subjects, cluster, space, 1),
+        plan=lambda subjects, space: ReplicaPlanner(subjects, cluster, space, 1).plan([1]),
         subjects=[subject],
         space=space,
         accumulate=1,

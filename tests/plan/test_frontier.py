@@ -15,7 +15,7 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.search import find_frontier
@@ -96,8 +96,8 @@ def test_the_text_says_rates_prices_and_what_is_free(subject):
 
     def text(devices):
         cluster = Cluster(islands=(IslandKind(kind="l4", devices=devices, device=device),))
-        plan = plan_cluster([subject], cluster, SPACE, most=3)
-        return plan, plan_text(plan, [subject], 3)
+        plan = ReplicaPlanner([subject], cluster, SPACE, most=3).plan_all()
+        return plan, plan_text(plan, 3)
 
     plan, shown = text(2)
     per_second = ROWS / plan.seconds

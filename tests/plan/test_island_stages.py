@@ -1,7 +1,7 @@
-"""Plans of one pipeline over islands: the cut, its time beside replicas, the strategy, what is refused."""
+"""Plans of pipelines over islands, and which islands of a cluster are used."""
 
+import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from planned_steps import subject_of
@@ -9,13 +9,24 @@ from tiny_language_model import TinyConfig
 
 from shardtrain import Text
 from shardtrain.functional.nnx_model import convert_model
-from shardtrain.islands.cluster import Cluster, IslandKind
+from shardtrain.islands.cluster import (
+    Cluster,
+    IslandKind,
+    add_up_devices,
+    arrange_islands,
+    cluster_text,
+    read_cluster,
+)
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
+from shardtrain.pipeline.block_costs import model_costs
+from shardtrain.plan.island_orders import list_arrangements
 from shardtrain.plan.island_stages import IslandPipelines, plan_stages
-from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.islands import ReplicaPlanner
+from shardtrain.plan.pools import plan_pools
 from shardtrain.plan.space import Space
-from shardtrain.report.plan_islands import island_stages_text
+from shardtrain.report.plan_pools import pools_text
+from shardtrain.report.quantities import count_text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import make_staged_strategy
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
@@ -29,30 +40,28 @@ def subject():
     return subject_of(CONFIG, model=lambda remat: convert_model(CONFIG))
 
 
-def planned(subject, link=1.0, devices=(2, 1), count=1):
-    device = partial(ClusterDevice, teraflops=0.1, memory_gb_per_second=1000.0)
+def planned(subject, link=1.0, devices=(2, 1), count=1, memory_gb=None):
+    device = ClusterDevice(
+        teraflops=0.1, memory_gb_per_second=1000.0, kernel_us=0.0, memory_gb=memory_gb, price_per_hour=1.0
+    )
     kinds = tuple(
-        IslandKind(kind=name, count=count, devices=number, device=device(kernel_us=0.0))
+        IslandKind(kind=name, count=count, devices=number, device=device)
         for name, number in zip("ab", devices, strict=True)
     )
-    subjects = [subject, subject]
-    plan = plan_cluster(subjects, Cluster(islands=kinds, link_gb_per_second=link), SPACE)
-    return plan, partial(plan_stages, subjects, plan, SPACE)
+    cluster = Cluster(islands=kinds, link_gb_per_second=link)
+    return ReplicaPlanner([subject, subject], cluster, SPACE)
 
 
 def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
-    near, fast = planned(subject, link=100.0)
-    far, slow = planned(subject, link=1e-3)
-    assert fast().seconds > near.seconds
-    found = slow()
+    near, far = planned(subject, link=100.0), planned(subject, link=1e-3)
+    (fast,) = plan_stages(IslandPipelines(near), [0, 1])
+    assert fast.seconds > near.plan([1, 1]).seconds
+    (found,) = plan_stages(IslandPipelines(far), [0, 1])
     # a microbatch's activations are less than the gradients of all parameters
-    assert found.seconds < far.seconds
+    assert found.seconds < far.plan([1, 1]).seconds
     # the island of two devices has more blocks
-    assert found.cuts == "3,1"
+    assert (found.islands, found.cuts) == (((1, 0),), "1,3")
     assert found.rows == (16,)
-    text = island_stages_text(found, far)
-    assert f"--across pipeline --stages 3,1 --accumulate {found.accumulate}" in text
-    assert f"{found.seconds / far.seconds:.2f} times that of replicas" in text
     run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2)
     strategy = make_staged_strategy(run, found)
     (path := tmp_path / "strategy.toml").write_text(strategy_text(strategy))
@@ -60,7 +69,7 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     assert read == strategy
     assert (read.across.axis, read.pipeline.stages, dict(read.layout.mesh)) == (
         "pipeline",
-        "3,1",
+        "1,3",
         {"data": -1},
     )
     assert sum(read.predicted.values()) == pytest.approx(found.seconds)
@@ -70,62 +79,142 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
         make_staged_strategy(asked, found)
 
 
-def test_several_pipelines_share_the_batch_by_speed(subject, tmp_path):
-    # two islands of two devices are a pipeline, two of one device the other
-    plan, stages = planned(subject, link=2.0, count=2)
-    found = stages()
-    fast, slow = found.pipelines
-    assert (found.partitions, found.cuts) == (2, "2,2")
+def test_pipelines_of_each_distribution_share_the_batch_by_speed(subject, tmp_path):
+    found = plan_stages(IslandPipelines(planned(subject, link=2.0, count=2)), [0, 0, 1, 1])
+    by_form = {(each.partitions, each.distribution): each for each in found}
+    assert set(by_form) == {(2, "node"), (2, "equal"), (4, "equal")}
+    assert found[0] == min(found, key=lambda each: each.seconds)
+    node = by_form[2, "node"]
+    fast, slow = node.pipelines
+    assert (node.islands, node.cuts) == (((0, 0), (1, 1)), "2,2")
     assert (fast.rows, slow.rows) == (12, 4)
+    # each virtual worker has an island of each kind, so that both are as fast
+    equal = by_form[2, "equal"]
+    assert {frozenset(each) for each in equal.islands} == {frozenset((0, 1))}
+    assert equal.rows == (8, 8)
     # a ring of two owners sends each block's gradients once; the last stage has the head too
-    assert found.join_seconds == pytest.approx(max(fast.gradient_bytes) / 2e9)
+    assert node.join_seconds == pytest.approx(max(fast.gradient_bytes) / 2e9)
     assert sum(fast.gradient_bytes) == pytest.approx(4 * subject.num_parameters)
-    text = island_stages_text(found, plan)
-    assert f'--partitions 2 --stages "2,2" --shares {fast.rows},{slow.rows}' in text
     run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2)
-    (path := tmp_path / "strategy.toml").write_text(strategy_text(make_staged_strategy(run, found)))
+    (path := tmp_path / "strategy.toml").write_text(strategy_text(make_staged_strategy(run, node)))
     read = read_strategy(path)
     assert (read.across.partitions, read.across.shares) == (2, (fast.rows, slow.rows))
-    assert sum(read.predicted.values()) == pytest.approx(found.seconds)
+    assert sum(read.predicted.values()) == pytest.approx(node.seconds)
 
 
 def test_pipelines_are_cut_differently_unless_they_must_not(subject):
     # the islands of a pipeline: two devices and one, then one and two
-    plan, _ = planned(subject, link=10.0, count=2)
-    pipelines = IslandPipelines([subject, subject], plan, SPACE)
+    planner = planned(subject, link=10.0, count=2)
     pools = [(0, 1), (1, 0)]
-    own = pipelines.plan(pools, (8, 8), 4, one_cut=False)
+    own = IslandPipelines(planner).plan(pools, (8, 8), 4)
     assert [each.counts for each in own] == [(3, 1), (1, 3)]
-    alike = pipelines.plan(pools, (8, 8), 4, one_cut=True)
+    alike = IslandPipelines(planner, one_cut=True).plan(pools, (8, 8), 4)
     assert [each.counts for each in alike] == [(2, 2), (2, 2)]
     assert max(each.seconds for each in own) < max(each.seconds for each in alike)
 
 
+def test_costs_of_blocks_grow_with_the_rows(subject):
+    found = IslandPipelines(planned(subject))._model(16)
+    traced = model_costs(subject.traced_blocks(16), subject.optimizer.init)
+    for one, other in (
+        (found.first, traced.first),
+        (found.last, traced.last),
+        *zip(found.blocks, traced.blocks, strict=True),
+    ):
+        assert vars(one) == pytest.approx(vars(other), rel=0.01)
+
+
 def test_a_stage_needs_less_memory_than_a_replica(subject):
-    plan, stages = planned(subject)
-    replicas = [each.plan.ranked[0].prediction.memory.total for each in plan.kinds]
-    found = stages()
+    planner = planned(subject)
+    replicas = [each.plan.ranked[0].prediction.memory.total for each in planner.plan([1, 1]).kinds]
+    (found,) = plan_stages(IslandPipelines(planner), [0, 1])
     assert max(found.memory_bytes) < min(replicas)
 
 
+def test_of_many_islands_the_distributions_of_hetpipe_are_tried():
+    # four nodes of four devices, the fastest first: V, R, G, Q
+    found = list_arrangements([kind for kind in range(4) for _ in range(4)], 4)
+    assert {
+        ((0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)),
+        ((0, 1, 2, 3),) * 4,
+        ((0, 0, 3, 3), (0, 0, 3, 3), (1, 1, 2, 2), (1, 1, 2, 2)),
+    } <= found
+    assert len(found) < 10
+
+
 def test_what_cannot_be_stages_is_refused(subject):
-    plan, _ = planned(subject)
-    many = replace(plan, shares=(4, 3, 3, 3, 3))
     with pytest.raises(ValueError, match="4 blocks cannot be cut into 5 stages, one for each"):
-        plan_stages([subject, subject], many, SPACE)
-    plan, stages = planned(subject, devices=(3, 1))
+        plan_stages(IslandPipelines(planned(subject)), [0, 0, 0, 1, 1])
     with pytest.raises(ValueError, match="rows cannot be split over 3 and 1 devices; use a larger batch"):
-        stages()
-    small = replace(
-        plan,
-        kinds=tuple(
-            replace(
-                each,
-                kind=replace(each.kind, devices=1),
-                machine=replace(each.machine, rates=replace(each.machine.rates, memory_bytes=1e4)),
-            )
-            for each in plan.kinds
-        ),
-    )
+        plan_stages(IslandPipelines(planned(subject, devices=(3, 1))), [0, 1])
     with pytest.raises(ValueError, match="memory"):
-        plan_stages([subject, subject], small, SPACE)
+        plan_stages(IslandPipelines(planned(subject, devices=(1, 1), memory_gb=1e-5)), [0, 1])
+
+
+def cluster_of(kinds, link, **device):
+    devices = [
+        ClusterDevice(
+            teraflops=0.1 * speed,
+            memory_gb_per_second=100.0 * speed,
+            kernel_us=0.0,
+            price_per_hour=speed,
+            watts=100.0,
+            **device,
+        )
+        for _, speed, _ in kinds
+    ]
+    islands = tuple(
+        IslandKind(kind=name, count=count, devices=1, device=each)
+        for (name, _, count), each in zip(kinds, devices, strict=True)
+    )
+    return Cluster(islands=islands, link_gb_per_second=link)
+
+
+def pools_of(subject, kinds, link, **device):
+    cluster = cluster_of(kinds, link, **device)
+    planner = ReplicaPlanner([subject] * len(kinds), cluster, SPACE)
+    return plan_pools(planner, IslandPipelines(planner)), cluster
+
+
+KINDS = (("slow", 0.02, 1), ("half", 0.5, 1), ("fast", 1.0, 2))
+
+
+def test_an_island_that_only_costs_is_left_out_by_name(subject):
+    plan, cluster = pools_of(subject, KINDS, link=10.0)
+    assert plan.left_out == {"slow": 1}
+    assert plan.pool.counts == (0, 1, 2)
+    # nothing was left out that would make a step shorter
+    every = ReplicaPlanner([subject] * 3, cluster, SPACE).plan([1, 1, 2])
+    assert plan.pool.seconds < every.seconds
+    text = pools_text(plan, cluster.islands)
+    lines = [line.split("  ") for line in text.splitlines()]
+    rows = {cells[1]: [each.strip() for each in cells[2:] if each.strip()] for cells in lines if cells[1:]}
+    assert rows["2 x fast"][-1] == rows["+ half"][-1] == "used"
+    assert re.fullmatch(r"left out: a step takes \d+\.\d\d times as long", rows["+ slow"][-1])
+    assert "left out: 1 x slow\n" in text
+    per_second = 16 / plan.pool.seconds
+    hour, watts = 2 * 1.0 + 0.5, 300.0
+    assert rows["+ half"][2:5] == [count_text(per_second / each) for each in (1.0, hour / 3600, watts)]
+    assert "ways to use these islands" in text
+
+
+def test_islands_that_do_not_fit_alone_are_a_pipeline(subject):
+    alone = ReplicaPlanner([subject], cluster_of((("a", 1.0, 1),), 1.0), SPACE).plan([1])
+    needed = alone.kinds[0].plan.ranked[-1].prediction.memory.total
+    plan, cluster = pools_of(subject, (("a", 1.0, 2),), 1.0, memory_gb=0.7 * needed / 0.85 / 1e9)
+    assert not plan.pool.replicas.fits
+    assert plan.pool.best == plan.pool.pipelines[0]
+    assert plan.left_out == {}
+    text = pools_text(plan, cluster.islands)
+    assert "does not fit" in text
+    assert "replicas (too large)" in text
+
+
+def test_written_islands_are_those_that_the_strategy_is_for(tmp_path):
+    cluster = cluster_of(KINDS, link=0.1)
+    chosen = arrange_islands(cluster, (2, 1, 2))
+    (path := tmp_path / "cluster.toml").write_text(cluster_text(chosen))
+    assert read_cluster(path) == chosen
+    assert [each.kind for each in chosen.of_islands] == ["fast", "half", "fast-2"]
+    assert add_up_devices(chosen.islands, "watts") == 300.0
+    assert add_up_devices(chosen.islands, "memory_gb") is None

@@ -25,7 +25,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
 from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradients
-from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
+from shardtrain.plan.islands import ClusterPlan, KindPlan, ReplicaPlanner, estimate_times
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
 from shardtrain.plan.predict import find_sharding, predict_choices, steps, sum_sent_by_axes
@@ -354,7 +354,7 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
         IslandKind(kind="slow", count=2, devices=1, device=device(teraflops=0.1, memory_gb_per_second=5.0)),
     )
     cluster = Cluster(islands=kinds, link_gb_per_second=1.0)
-    plan = plan_cluster([tiny, tiny], cluster, Space(remats=("none",)))
+    plan = ReplicaPlanner([tiny, tiny], cluster, Space(remats=("none",))).plan_all()
     assert sum(plan.shares) == ROWS
     # four times the devices' memory rate, which limits this model
     assert plan.shares[0] > 2 * max(plan.shares[1:]) > 0
@@ -363,14 +363,14 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     slowest = max(each.plan.ranked[0].prediction.seconds.total for each in plan.kinds)
     assert plan.seconds == slowest + plan.join_seconds
     diloco = PRESETS["diloco"]
-    rare = plan_cluster([tiny, tiny], cluster, Space(remats=("none",)), synchronisation=diloco)
+    rare = ReplicaPlanner([tiny, tiny], cluster, Space(remats=("none",)), synchronisation=diloco).plan_all()
     # besides, each of 30 merges sends the counts of rows
     assert rare.join_seconds == pytest.approx(plan.join_seconds / diloco.every, rel=1e-3)
     # what an island changed, and the momentum of the outer optimizer
     # of the island with one device, which has whole parameters
     (first, second) = (each.kinds[1].plan.ranked[0].prediction.memory for each in (rare, plan))
     assert (first.local, second.local) == (2 * 4 * tiny.num_parameters, 0)
-    text = plan_text(rare, [tiny, tiny], 1)
+    text = plan_text(rare, 1)
     assert "diloco (planned)" in text
     assert "losses are not compared" in text
     assert plan.estimate_join(diloco).seconds == pytest.approx(rare.join_seconds)
@@ -380,7 +380,7 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     # where sending takes long, gradients of the last layers are sent while others are computed
     assert not plan.early
     slow = replace(cluster, link_gb_per_second=sent / slowest / 1e9)
-    plan = plan_cluster([tiny, tiny], slow, Space(remats=("none",)))
+    plan = ReplicaPlanner([tiny, tiny], slow, Space(remats=("none",))).plan_all()
     seconds = {each.num_programs: each.seconds for each in plan.early}
     assert seconds[1] == pytest.approx(plan.island_seconds + sent / (sent / slowest))
     assert seconds[1] > seconds[2] > seconds[4] == plan.seconds
@@ -390,17 +390,17 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     # islands as replicas are that also where the run has stages
     staged = replace(run.strategy, across=Across(axis="pipeline", partitions=2))
     assert make_planned_strategy(replace(run, strategy=staged), plan).across == across
-    assert "gradients in 1, 2, 4 programs at most (--gradient-parts): " in plan_text(plan, [tiny, tiny], 1)
+    assert "gradients in 1, 2, 4 programs at most (--gradient-parts): " in plan_text(plan, 1)
     assert "c = loss and gradients + 15% of the step" in explain_join(plan)
     # a number that the run gives stands, be it the fastest or not
     own = Across(gradient_parts=2)
-    plan = plan_cluster([tiny, tiny], slow, Space(remats=("none",)), across=own)
+    plan = ReplicaPlanner([tiny, tiny], slow, Space(remats=("none",)), across=own).plan_all()
     assert plan.seconds == pytest.approx(seconds[2])
     asked = replace(run, strategy=replace(run.strategy, across=own))
     assert make_planned_strategy(asked, plan).across.gradient_parts == 2
-    assert "gradients in 2 programs at most, as --gradient-parts says: " in plan_text(plan, [tiny, tiny], 1)
+    assert "gradients in 2 programs at most, as --gradient-parts says: " in plan_text(plan, 1)
     with pytest.raises(ValueError, match="islands of kind 'b' do not name their devices"):
-        plan_cluster([tiny], Cluster(islands=(IslandKind(kind="b"),)))
+        ReplicaPlanner([tiny], Cluster(islands=(IslandKind(kind="b"),))).plan_all()
 
 
 MEASURED = {1: 0.495, 2: 0.394, 4: 0.365}
@@ -476,12 +476,12 @@ def test_an_island_without_rows_does_not_end_the_plan(tiny):
         IslandKind(kind="fast", devices=1, device=device(teraflops=100.0, memory_gb_per_second=1e5)),
         IslandKind(kind="slow", devices=3, device=device(teraflops=1e-6, memory_gb_per_second=1e-3)),
     )
-    plan = plan_cluster([tiny, tiny], Cluster(islands=kinds), Space(remats=("none",)))
+    plan = ReplicaPlanner([tiny, tiny], Cluster(islands=kinds), Space(remats=("none",))).plan_all()
     assert plan.shares == (ROWS, 0)
-    text = plan_text(plan, [tiny, tiny], 3)
+    text = plan_text(plan, 3)
     assert text.count("microbatches") == 1
     assert "slow: 3 devices get no rows: leave it out, or use a larger batch" in text
-    assert len(estimate_times(plan, [tiny, tiny])) == 1
+    assert len(estimate_times(plan)) == 1
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 4}, {"pipeline": 4}])
@@ -495,9 +495,10 @@ def test_links_of_the_advised_speed_hide_collectives(subject, mesh):
 
     def advised(machine):
         (found,) = predict_choices(subject, machine, 4, [choice])
-        each = KindPlan(kind=IslandKind(kind="a", devices=4), machine=machine, rows=ROWS, plan=none)
+        kind = IslandKind(kind="a", devices=4)
+        each = KindPlan(kind=kind, subject=subject, machine=machine, rows=ROWS, plan=none)
         best = RankedChoice(choice=choice, prediction=found, fits=True)
-        return scaling(subject, each, best, 0.8).link_factor, found.seconds
+        return scaling(each, best, 0.8).link_factor, found.seconds
 
     factor, _ = advised(machine(1e6, 1e-6))
     _, seconds = advised(machine(1e6 * factor, 1e-6))
@@ -509,6 +510,7 @@ def test_microbatches_of_a_pipeline_are_those_of_the_batch(tiny):
     device = ClusterDevice(teraflops=1.0, link_gb_per_second=1.0)
     each = KindPlan(
         kind=IslandKind(kind="a", devices=3, device=device),
+        subject=tiny,
         machine=make_machine(device, 3, in_float32=True),
         rows=ROWS,
         plan=Plan(ranked=(), refused={}, num_choices=0),

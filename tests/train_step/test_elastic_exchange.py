@@ -131,7 +131,7 @@ def test_local_steps_average_the_states_of_optimizers():
 def test_counters_and_keys_of_optimizers_are_exact():
     """They are not averaged: a mean of keys is no key, and float32 has no large counters."""
     noisy = optax.chain(optax.add_noise(eta=1e-3, gamma=0.5, key=7), SGD)
-    program = GPT.make_program(ONE, noisy, LOCAL)
+    program = NORMED.make_program(ONE, noisy, LOCAL)
     start = jax.device_get(program.state.opt_state)
     program.apply(0, program.compute(0, range(SLOTS)))
     alone, shapes = start, jax.tree.map(jnp.zeros_like, program.state.params)

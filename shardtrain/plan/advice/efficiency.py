@@ -14,7 +14,6 @@ from shardtrain.plan.predict import steps
 from shardtrain.plan.search import RankedChoice, search
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.step_times import compute_step_times
-from shardtrain.plan.subject import Subject
 
 
 def compute_speedup(overhead_ratio: float, devices: int) -> float:
@@ -70,17 +69,16 @@ class Scaling(NamedTuple):
     link_factor: float
 
 
-def scaling(subject: Subject, each: KindPlan, best: RankedChoice, efficiency: float) -> Scaling:
+def scaling(each: KindPlan, best: RankedChoice, efficiency: float) -> Scaling:
     """Return how a choice of a plan scales (Zou et al. 2017).
 
     Args:
-      subject: the subject with the rows of this kind of islands.
       each: the plan of the kind.
       best: the choice.
       efficiency: the wanted efficiency.
     """
     seconds, num_devices = best.prediction.seconds, each.kind.devices or 1
-    latency = _latency_seconds(subject, each, best)
+    latency = _latency_seconds(each, best)
     sent, left = sum(seconds.collectives.values()) - latency, seconds.compute - latency
     overhead = seconds.total - seconds.compute
     ratio = overhead / (seconds.compute * num_devices)
@@ -92,9 +90,9 @@ def scaling(subject: Subject, each: KindPlan, best: RankedChoice, efficiency: fl
     )
 
 
-def _latency_seconds(subject: Subject, each: KindPlan, best: RankedChoice) -> float:
+def _latency_seconds(each: KindPlan, best: RankedChoice) -> float:
     """Return the part of the seconds of collectives that faster links do not shorten."""
-    (step,) = steps(subject, each.machine, each.kind.devices or 1, [best.choice])
+    (step,) = steps(each.subject, each.machine, each.kind.devices or 1, [best.choice])
     times = compute_step_times(step, each.machine)
     found = sum(one.latency_seconds for one in times.collectives)
     # the rest is sent between the stages of a pipeline, with the same part of latency each time
@@ -104,11 +102,10 @@ def _latency_seconds(subject: Subject, each: KindPlan, best: RankedChoice) -> fl
     return found + (between * link.latency_seconds / times.hop if times.num_stages > 1 and times.hop else 0.0)
 
 
-def rank_by_remat(subject: Subject, each: KindPlan, best: RankedChoice) -> list[RankedChoice]:
+def rank_by_remat(each: KindPlan, best: RankedChoice) -> list[RankedChoice]:
     """Return the best choice for each remat policy, with the layout and schedule of a plan's best choice.
 
     Args:
-      subject: the subject with the rows of this kind of islands.
       each: the plan of the kind.
       best: the choice whose layout and schedule are kept.
 
@@ -118,8 +115,8 @@ def rank_by_remat(subject: Subject, each: KindPlan, best: RankedChoice) -> list[
     """
     remats = REMATS if best.choice.remat is not None else (None,)
     layout, found = best.choice.layout, []
-    for remat in filter(subject.has_remat, remats):
+    for remat in filter(each.subject.has_remat, remats):
         space = Space(layout=layout, remats=(remat,), schedules=(best.choice.schedule,))
-        ranked = search(subject, each.machine, each.kind.devices or 1, space, 1000).ranked
+        ranked = search(each.subject, each.machine, each.kind.devices or 1, space, 1000).ranked
         found += [one for one in ranked if replace(one.choice.layout, mesh=layout.mesh) == layout][:1]
     return found
