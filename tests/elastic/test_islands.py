@@ -1,11 +1,7 @@
 """Islands of real processes that come and go: the numbers of one process, and each slot of a step once."""
 
-import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,17 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import Run, run_chaos  # adds the folder of programs
 from elastic_island import SIZE, SLOTS, Toy, train_alone
-from elastic_training import make_program
-from elastic_training import train_alone as train_model_alone
 
 from shardtrain.elastic.engine import Restore
-from shardtrain.elastic.history import read_history
 from shardtrain.elastic.island import ElasticIsland, StateArrived
 from shardtrain.elastic.member import Membership
-from shardtrain.elastic.replay import list_differences, replay_steps
-from shardtrain.elastic.run_files import list_checkpoints
-
-TRAINING = Path(__file__).parents[1] / "programs" / "elastic_training.py"
 
 
 @pytest.fixture
@@ -84,14 +73,7 @@ def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
     island.close()
 
 
-def test_other_slots_than_those_of_the_run_are_refused(run):
-    run.start()
-    run.finish()
-    with pytest.raises(ValueError, match=r"has num_slots=5, and the run in .* has 6; use num_slots=6"):
-        ElasticIsland(run.folder, Toy(), Membership(num_slots=5), host="127.0.0.1")
-
-
-def test_another_number_of_steps_than_that_of_the_run_is_refused(run):
+def test_other_steps_or_slots_than_those_of_the_run_are_refused(run):
     run.start(2)
     run.wait_for(lambda: all(each.is_member for each in run.processes))
     run.steps = 200
@@ -104,6 +86,8 @@ def test_another_number_of_steps_than_that_of_the_run_is_refused(run):
     run.steps = 200
     run.start()
     run.finish()
+    with pytest.raises(ValueError, match=r"has num_slots=5, and the run in .* has 6; use num_slots=6"):
+        ElasticIsland(run.folder, Toy(), Membership(num_slots=5), host="127.0.0.1")
 
 
 def test_one_that_was_frozen_is_let_go_and_finds_out(run):
@@ -117,41 +101,3 @@ def test_one_that_was_frozen_is_let_go_and_finds_out(run):
     # it has applied nothing that the others have not
     outcome, steps, total = frozen.outcome.rsplit(" ", 2)
     assert (outcome, int(total)) == ("excluded", train_alone(int(steps)))
-
-
-def test_a_model_has_the_losses_of_one_device(tmp_path, warm_python):
-    """On islands of 1, 2 and 4 devices, with dropout: one of two is killed, and the run waits for another."""
-    outputs = {number: tmp_path / f"losses-{number}.jsonl" for number in "124"}
-
-    def read(number):
-        lines = outputs[number].read_text().splitlines() if outputs[number].exists() else []
-        return dict(json.loads(line) for line in lines if line.endswith("]"))
-
-    processes = [subprocess.Popen([*warm_python, str(TRAINING), str(tmp_path), number]) for number in "12"]
-    end = time.monotonic() + 100
-    while min(len(read(number)) for number in "12") < 5:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    (name,) = (tmp_path / "names").glob("*-1")
-    os.kill(int(name.read_text()), signal.SIGKILL)
-    processes.append(subprocess.Popen([*warm_python, str(TRAINING), str(tmp_path), "4"]))
-    assert [each.wait(100) for each in processes[1:]] == [0, 0]
-    processes[0].wait()
-    expected = dict(enumerate(train_model_alone(jax.devices()[:1]), 1))
-    assert read("2").keys() == expected.keys()
-    assert 5 < len(read("4")) < len(expected)
-    for number in "124":
-        for step, loss in read(number).items():
-            np.testing.assert_allclose(loss, expected[step], rtol=1e-5)
-
-    # from the ledger alone, with the meshes and slots of each member
-    history = read_history(tmp_path)
-    programs = {number: make_program(jax.devices()[:number]) for number in (1, 2, 4)}
-    meshes = {name: history.find_mesh(name)["data"] for name in history.members}
-    restored, first = make_program(jax.devices()[:1]), 0
-    for saved in list_checkpoints(tmp_path / "elastic"):
-        found = programs[replay_steps(programs, meshes, history.epochs, first, saved.step)].state
-        restored.restore(saved.folder)
-        assert list_differences(found, restored.state) == []
-        first = saved.step
-    assert first == len(expected)

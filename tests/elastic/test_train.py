@@ -140,84 +140,80 @@ def test_the_losses_of_one_device_through_kills_joins_and_leaves(islands, alone)
     assert (islands.run / "run.txt").exists()
 
 
-def test_a_chief_that_was_frozen_writes_nothing_more(islands, alone):
-    islands.pace(7)
-    islands.start()
-    islands.start()
-    islands.wait_for_why("joined")
-    islands.wait_for_step(4)
-    frozen, name = islands.find(0)
-    os.kill(frozen, signal.SIGSTOP)
-    islands.wait_for_why(f"lost {name}")
-    islands.wait_for_step(len(islands.lines()) + 5)
-    os.kill(frozen, signal.SIGCONT)
-    islands.wait_for(lambda: any(each.poll() == 75 for each in islands.processes))
-    islands.pace(1000)
-    assert sorted(each.wait(60) for each in islands.processes) == [0, 75]
-    (ended,) = [each for each in islands.processes if each.returncode == 75]
-    assert f"{name}: excluded after step" in islands.output(ended)
-    check_lines(islands.lines(), alone)
-    check_checkpoints(islands)
-
-
 def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_path):
-    """With an outer optimizer, on islands of 1 and 2 devices; a replay from a checkpoint is bitwise equal."""
+    """With an outer optimizer, on islands of 1 and 2 devices; a replay from the ledger is bitwise equal."""
     options = ["--synchronisation", "diloco", "--local-steps", "5", "--elastic.slots", "4"]
     (tmp_path / "one").mkdir()
     one = Islands(warm_python, tmp_path / "one")
     assert one.start(*options, elastic="1..1").wait(100) == 0
     islands.pace(12)
-    islands.start(*options)
-    islands.start(*options)
-    islands.wait_for_why("joined")
+    islands.start(*options, elastic="2..4")
+    islands.start(*options, elastic="2..4")
     islands.wait_for_step(9)
     os.kill(islands.find(0)[0], signal.SIGKILL)
-    islands.start(*options, "--mesh", "data=2", "--cpu-devices", "2")
-    islands.wait_for_why("joined", 2)
+    # the other one waits for this one
+    islands.start(*options, "--mesh", "data=2", "--cpu-devices", "2", elastic="2..4")
+    islands.wait_for_why("joined")
     islands.pace(1000)
     assert sorted(each.wait(60) for each in islands.processes) == [-9, 0, 0]
     check_lines(islands.lines(), one.lines())
     assert [line["step"] for line in one.lines() if "train/loss" in line] == list(range(5, 121, 5))
     assert any("lost" in epoch.why for epoch in islands.epochs())
     assert {epoch.step % 5 for epoch in islands.epochs()} == {0}
-    replay = [*warm_python, "-m", "shardtrain", "replay", str(one.run), "--from", "40", "--to", "120"]
-    found = subprocess.run(replay, env=one.environment, capture_output=True, text=True, check=True)
+    replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", "0", "--to", "120"]
+    found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
     assert "bitwise" in found.stdout
 
 
-@pytest.mark.parametrize("place", ["name", "line"])
-def test_a_chief_that_stops_between_its_last_look_and_the_write_writes_nothing(islands, alone, place):
+def test_chiefs_that_stop_between_their_last_look_and_the_write_write_nothing(islands, alone):
+    """The first one before a checkpoint gets its name, the second before a line of metrics."""
     islands.pace(8)
-    islands.start(elastic="3..4", STOP_BEFORE=place)
-    islands.wait_for(islands.epochs)
-    frozen, name = islands.find(0)
     for _ in range(3):
-        islands.start(elastic="3..4")
-    islands.wait_for_why(f"lost {name}")
-    # the next chief has taken over
-    islands.wait_for_step(20)
-    islands.wait_for(lambda: any(each.step >= 20 for each in find_readers(islands.run / "checkpoints")))
+        islands.start()
+    islands.wait_for(lambda: islands.epochs() and len(islands.epochs()[-1].names) == 3)
+    chiefs, steps = [], []
+    for place in ("name", "line"):
+        chiefs.append(islands.find(0))
+        (islands.folder / f"stop-{place}").touch()
+        islands.wait_for_why(f"lost {chiefs[-1][1]}")
+        steps.append(int((islands.folder / "stopped").read_text()))
+    # the last chief has taken over
+    islands.wait_for_step(steps[1] + 5)
+    islands.wait_for(lambda: find_readers(islands.run / "checkpoints")[-1].step >= steps[1])
     before = {path: path.stat().st_mtime_ns for path in (islands.run / "checkpoints").iterdir()}
-    os.kill(frozen, signal.SIGCONT)
-    assert islands.processes[0].wait(60) == 75
+    for pid, _ in chiefs:
+        os.kill(pid, signal.SIGCONT)
+    islands.wait_for(lambda: [each.poll() for each in islands.processes].count(75) == 2)
     after = {path: path.stat().st_mtime_ns for path in (islands.run / "checkpoints").iterdir()}
     assert before.items() <= after.items()
-    assert not [path for path in after if name in path.name]
+    assert not [path for path in after for _, name in chiefs if name in path.name]
     islands.pace(1000)
-    assert [each.wait(60) for each in islands.processes[1:]] == [0, 0, 0]
+    assert sorted(each.wait(60) for each in islands.processes) == [0, 75, 75]
+    outputs = "".join(map(islands.output, islands.processes))
+    assert all(f"{name}: excluded after step" in outputs for _, name in chiefs)
     check_lines(islands.lines(), alone)
+    check_checkpoints(islands)
     readers = find_readers(islands.run / "checkpoints")
     assert not any(reader.problems() for reader in readers)
     saved = {reader.step: reader.extra["elastic"]["epoch"] for reader in readers}
-    (lost,) = [epoch for epoch in islands.epochs() if f"lost {name}" in epoch.why]
-    assert saved.get(10, lost.number) >= lost.number
+    (lost,) = [epoch for epoch in islands.epochs() if f"lost {chiefs[0][1]}" in epoch.why]
+    assert saved.get(steps[0], lost.number) >= lost.number
 
 
-def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):
+def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands, alone):
     islands.pace(7)
     islands.start(elastic="2..4")
     islands.start(elastic="2..4")
-    islands.wait_for_step(5)
+    islands.wait_for_step(3)
+    others = [
+        (islands.start("--seed", "1"), "seed: 0 on the run"),
+        (islands.start("--elastic.slots", "5"), "has num_slots=5, and the run in"),
+        (islands.start(elastic=""), "another process is training in"),
+    ]
+    for other, message in others:
+        assert other.wait(60) == 2
+        assert message in islands.output(other)
+    assert len({name for epoch in islands.epochs() for name in epoch.names}) == 2
     os.kill(islands.find(0)[0], signal.SIGKILL)
     islands.wait_for(lambda: find_readers(islands.run / "checkpoints"))
     step = find_readers(islands.run / "checkpoints")[-1].step
@@ -236,23 +232,6 @@ def test_too_few_save_and_wait_and_a_later_start_goes_on(islands, alone):
     assert [line["step"] for line in islands.lines()] == list(range(1, 123))
     history = read_history(islands.run)
     assert history.plain == {len(history.epochs): 120}
-
-
-def test_islands_of_another_run_are_refused_and_the_others_go_on(islands):
-    islands.pace(7)
-    first = islands.start()
-    islands.wait_for_step(3)
-    others = [
-        (islands.start("--seed", "1"), "seed: 0 on the run"),
-        (islands.start("--elastic.slots", "5"), "has num_slots=5, and the run in"),
-        (islands.start(elastic=""), "another process is training in"),
-    ]
-    for other, message in others:
-        assert other.wait(60) == 2
-        assert message in islands.output(other)
-    islands.pace(1000)
-    assert first.wait(60) == 0
-    assert len(islands.epochs()) == 1
 
 
 @pytest.mark.parametrize(

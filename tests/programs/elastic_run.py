@@ -1,12 +1,13 @@
 """A run whose islands come and go: a small GPT with dropout; steps are slow from the one in the file PACE.
 
-With STOP_BEFORE=name or STOP_BEFORE=line it stops itself (SIGSTOP) in step 10, just before the checkpoint
-gets its name, or the line of metrics is written.
+The process that finds the file `stop-name` or `stop-line` beside PACE takes it away and stops itself
+(SIGSTOP), just before a checkpoint gets its name, or a line of metrics is written; `stopped` has its step.
 """
 
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,14 @@ def wait(step: int) -> None:
         time.sleep(0.25)
 
 
-def stop_before(owner: type, name: str) -> None:
+def stop_before(owner: type, name: str, file: str) -> None:
     do = getattr(owner, name)
 
     def stop(self: Any, step: int, *rest: Any) -> None:
-        if step == 10:
+        with suppress(FileNotFoundError):
+            path = Path(os.environ["PACE"]).with_name(file)
+            path.unlink()
+            path.with_name("stopped").write_text(str(step))
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(1)  # other threads may be stopped first
         do(self, step, *rest)
@@ -54,9 +58,11 @@ def stop_before(owner: type, name: str) -> None:
     setattr(owner, name, stop)
 
 
+stop_before(CheckpointFolders, "finish", "stop-name")
+stop_before(JsonLines, "write", "stop-line")
+
+
 def run() -> Run:
-    if place := os.environ.get("STOP_BEFORE"):
-        stop_before(*{"name": (CheckpointFolders, "finish"), "line": (JsonLines, "write")}[place])
     return Run(
         model=MODEL,
         data=Tokens(),
