@@ -99,7 +99,7 @@ def _stages_row(way: StagesPlan, kinds: Sequence[IslandKind]) -> tuple[str, ...]
         " | ".join(" > ".join(kinds[kind].kind for kind in each) for each in way.islands),
         way.cuts,
         ",".join(map(str, way.rows)),
-        str(way.accumulate),
+        f"{way.accumulate}" + f", {way.in_flight} in flight" * (way.in_flight > 1),
         seconds_text(way.seconds),
         seconds_text(way.slowest.compute_seconds),
         seconds_text(way.slowest.bubble_seconds),

@@ -132,7 +132,13 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
 
 def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     """Return a run's strategy in which each island is a stage of a pipeline."""
-    pipeline = replace(run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=stages.cuts)
+    pipeline = replace(
+        run.strategy.pipeline,
+        schedule="1f1b",
+        virtual_stages=1,
+        stages=stages.cuts,
+        in_flight=stages.in_flight,
+    )
     slowest, several = stages.slowest, len(stages.pipelines) > 1
     seconds = (
         slowest.compute_seconds,
@@ -241,7 +247,11 @@ def _predict(plan: ClusterPlan) -> dict[str, float]:
 
 def apply_choice(strategy: Strategy, choice: Choice) -> Strategy:
     pipeline = replace(
-        strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
+        strategy.pipeline,
+        schedule=choice.schedule,
+        virtual_stages=choice.virtual_stages,
+        stages="equal",
+        in_flight=1,
     )
     return replace(
         strategy,
