@@ -167,13 +167,8 @@ def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
         return text
     file = cluster_path(path)
     replace_file(file, (CLUSTER_HEADER + cluster_text(arrange_islands(cluster, pool.order))).encode())
-    left = list(enumerate(cluster.of_islands))
-    numbers = []
-    for kind in pool.order:
-        numbers.append(next(each for each in left if each[1] is cluster.islands[kind]))
-        left.remove(numbers[-1])
-    order = ",".join(str(number) for number, _ in numbers)
-    return text + f"cluster: {file}, with islands {order} of the given file in this order\n"
+    names = ", ".join(cluster.islands[kind].kind for kind in pool.order)
+    return text + f"cluster: {file}, with islands in this order: {names}\n"
 
 
 def _draw_frontiers(path: Path, plan: ClusterPlan, space: Space) -> str:

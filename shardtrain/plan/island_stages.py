@@ -60,9 +60,14 @@ class PipelinePlan:
     gradient_bytes: tuple[float, ...]
 
     @property
+    def parts_seconds(self) -> tuple[float, float, float, float]:
+        """Seconds of the parts of a step: computation, bubble, collectives, update."""
+        return self.compute_seconds, self.bubble_seconds, self.collectives_seconds, self.update_seconds
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step, without adding up the gradients of several pipelines."""
-        return self.compute_seconds + self.bubble_seconds + self.collectives_seconds + self.update_seconds
+        return sum(self.parts_seconds)
 
 
 class IslandPipelines:
@@ -278,11 +283,6 @@ class StagesPlan:
         texts = [",".join(map(str, each.counts)) for each in self.pipelines]
         return ";".join(texts if len(set(texts)) > 1 else texts[:1])
 
-    @property
-    def distribution(self) -> str:
-        """How kinds are distributed over the pipelines (Park et al. 2020, HetPipe, section 5)."""
-        return name_distribution(self.islands)
-
 
 def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[StagesPlan]:
     """Return the best pipelines of each length and distribution with a stage on each island, fastest first.
@@ -300,7 +300,7 @@ def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[Stages
     if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
             f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands that {_format_range(num_blocks)} divides"
+            f" each island of a pipeline; use a number of islands with a divisor of 2 to {num_blocks}"
         )
     kinds = sorted(kinds, key=lambda kind: -pipelines.speeds[kind])
     problems, best = [], dict[tuple[int, str, int], StagesPlan]()
@@ -320,15 +320,6 @@ def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[Stages
         # a cut that does not fit the memory is nearer to a plan than a batch that cannot be split
         raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
     return sorted(best.values(), key=lambda each: each.seconds)
-
-
-def _format_range(most: int) -> str:
-    """Format the possible numbers of stages.
-
-    >>> _format_range(2), _format_range(4)
-    ('2', 'a number from 2 to 4')
-    """
-    return "2" if most == 2 else f"a number from 2 to {most}"
 
 
 def _list_microbatches(rows: int, num_stages: int) -> list[int]:

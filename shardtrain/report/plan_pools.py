@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from shardtrain.islands.cluster import IslandKind, add_up_devices
+from shardtrain.plan.island_orders import name_distribution
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.pools import Addition, Pool, PoolsPlan
@@ -60,7 +61,7 @@ def name_way(way: ClusterPlan | StagesPlan) -> str:
     if isinstance(way, ClusterPlan):
         return "replicas" if len(way.shares) > 1 else "one island"
     number = len(way.pipelines)
-    return "1 pipeline" if number == 1 else f"{number} pipelines, {way.distribution}"
+    return "1 pipeline" if number == 1 else f"{number} pipelines, {name_distribution(way.islands)}"
 
 
 def _ways_text(pool: Pool, kinds: Sequence[IslandKind]) -> str:

@@ -21,7 +21,7 @@ from shardtrain.islands.cluster import (
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
 from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.plan.island_orders import list_arrangements
+from shardtrain.plan.island_orders import list_arrangements, name_distribution
 from shardtrain.plan.island_stages import IslandPipelines, plan_stages
 from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.pools import plan_pools
@@ -83,7 +83,7 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
 
 def test_pipelines_of_each_distribution_share_the_batch_by_speed(subject, tmp_path):
     found = plan_stages(IslandPipelines(planned(subject, link=2.0, count=2)), [0, 0, 1, 1])
-    by_form = {(each.partitions, each.distribution): each for each in found}
+    by_form = {(each.partitions, name_distribution(each.islands)): each for each in found}
     assert set(by_form) == {(2, "node"), (2, "equal"), (4, "equal")}
     assert found[0] == min(found, key=lambda each: each.seconds)
     node = by_form[2, "node"]
@@ -119,7 +119,9 @@ def test_batches_in_flight_fill_the_pipelines_of_waves(subject, tmp_path):
     waves = Synchronisation(on="deltas", every=4, distance=1)
     planner = planned(subject, link=2.0, count=2, synchronisation=waves)
     found = plan_stages(IslandPipelines(planner, one_cut=True, unflushed=True), [0, 0, 1, 1])
-    by_form = {(each.distribution, each.in_flight): each for each in found if each.partitions == 2}
+    by_form = {
+        (name_distribution(each.islands), each.in_flight): each for each in found if each.partitions == 2
+    }
     assert set(by_form) == {(name, number) for name in ("node", "equal") for number in (1, 2)}
     full, flushed = by_form["equal", 2], by_form["equal", 1]
     # a stage waits only while the first of many batches fills the pipeline
