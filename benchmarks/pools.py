@@ -176,8 +176,9 @@ def plan(options: Options, batch: int, cluster: Path, folder: Path) -> tuple[Way
     """Return what the plan chose, its table, and the predicted seconds of a step."""
     strategy = folder / f"planned_{batch}.toml"
     text = shardtrain("plan", __file__, "--batch", batch, "--cluster", cluster, "--output", strategy)
-    written, _, numbers = text.rpartition("cluster: ")[2].partition(", with islands ")
-    islands = tuple(map(int, numbers.split(" ")[0].split(",")))
+    written, _, names = text.rpartition("cluster: ")[2].partition(", with islands in this order: ")
+    left = {"fast": [0, 1], "half": [2], "quarter": [3]}
+    islands = tuple(left[name].pop(0) for name in names.splitlines()[0].split(", "))
     found = strategy.read_text()
     lines = found.partition("[predicted]")[2].strip().splitlines()
     predicted = sum(float(line.split(" = ")[1]) for line in lines if " = " in line)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import jax
+
 from shardtrain import axes
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
@@ -138,8 +140,9 @@ def _layers_text(
 
 def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
     """Return what plans pipelines over islands, or why the run cannot have them."""
-    if not run.strategy.synchronisation.is_mean:
-        return "only a mean of gradients in every step is planned"
+    waves = run.strategy.synchronisation.distance is not None
+    if not (run.strategy.synchronisation.is_mean or waves):
+        return "only a mean of gradients in every step, and waves, are planned"
     own = [each.kind for each in planner.cluster.islands if each.strategy]
     problems = stage_problems(run.strategy)
     if own:
@@ -151,9 +154,9 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
         problems.append(str(problem))
     if problems:
         return "; ".join(problems)
-    return IslandPipelines(
-        planner, one_cut=bool(different_cut_problems(run, planner.subjects[0].model_state))
-    )
+    state = planner.subjects[0].model_state
+    one_cut = bool(different_cut_problems(run, state))
+    return IslandPipelines(planner, one_cut=one_cut, unflushed=waves and not jax.tree.leaves(state))
 
 
 def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
@@ -165,13 +168,8 @@ def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
         return text
     file = cluster_path(path)
     replace_file(file, (CLUSTER_HEADER + cluster_text(arrange_islands(cluster, pool.order))).encode())
-    left = list(enumerate(cluster.of_islands))
-    numbers = []
-    for kind in pool.order:
-        numbers.append(next(each for each in left if each[1] is cluster.islands[kind]))
-        left.remove(numbers[-1])
-    order = ",".join(str(number) for number, _ in numbers)
-    return text + f"cluster: {file}, with islands {order} of the given file in this order\n"
+    names = ", ".join(cluster.islands[kind].kind for kind in pool.order)
+    return text + f"cluster: {file}, with islands in this order: {names}\n"
 
 
 def _draw_frontiers(path: Path, plan: ClusterPlan, space: Space) -> str:

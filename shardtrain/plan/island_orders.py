@@ -42,15 +42,9 @@ def list_arrangements(kinds: Sequence[int], num_stages: int) -> set[Islands]:
         number, half = len(kinds) // num_stages, num_stages // 2
         equal = [kind for first in range(number) for kind in kinds[first::number]]
         # HetPipe's hybrid distribution joins the fastest islands and the slowest
-        fast, slow = kinds[: number * half], kinds[number * half :][::-1]
-        hybrid = [
-            kind
-            for i in range(number)
-            for kind in (
-                *fast[i * half : (i + 1) * half],
-                *slow[i * (num_stages - half) : (i + 1) * (num_stages - half)],
-            )
-        ]
+        fast, slow, rest = kinds, kinds[::-1], num_stages - half
+        joined = [[*fast[i * half :][:half], *slow[i * rest :][:rest]] for i in range(number)]
+        hybrid = [kind for each in joined for kind in each]
         orders = [each for order in (kinds, equal, hybrid) for each in (order, order[::-1])]
     return {
         tuple(sorted(tuple(order[i : i + num_stages]) for i in range(0, len(kinds), num_stages)))

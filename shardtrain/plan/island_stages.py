@@ -17,6 +17,7 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import NoCut, best_cut, shortest_cut
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.island_exchange import own_copies
 from shardtrain.plan.island_orders import Islands, list_arrangements, name_distribution
 from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.predict import predict_choices
@@ -26,6 +27,9 @@ from shardtrain.plan.subject import Subject
 from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
 from shardtrain.sharding.shares import shares
+
+UNFLUSHED = 32
+"""Batches of a simulated pipeline that is not flushed; filling it once is little of their time."""
 
 TRACED_ROWS = (2, 4)
 """Rows of the microbatches for which the blocks are traced."""
@@ -56,9 +60,14 @@ class PipelinePlan:
     gradient_bytes: tuple[float, ...]
 
     @property
+    def parts_seconds(self) -> tuple[float, float, float, float]:
+        """Seconds of the parts of a step: computation, bubble, collectives, update."""
+        return self.compute_seconds, self.bubble_seconds, self.collectives_seconds, self.update_seconds
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step, without adding up the gradients of several pipelines."""
-        return self.compute_seconds + self.bubble_seconds + self.collectives_seconds + self.update_seconds
+        return sum(self.parts_seconds)
 
 
 class IslandPipelines:
@@ -69,13 +78,14 @@ class IslandPipelines:
     Args:
       planner: the subjects, machines and link of the islands; the rules and remat policies of its space.
       one_cut: whether all pipelines have one cut, for the slowest island of each stage.
+      unflushed: whether to plan batches in flight too, which islands that synchronise in waves can have.
     """
 
-    def __init__(self, planner: ReplicaPlanner, *, one_cut: bool = False) -> None:
+    def __init__(self, planner: ReplicaPlanner, *, one_cut: bool = False, unflushed: bool = False) -> None:
         self._subjects, self._machines = planner.subjects, planner.machines
         self._cluster, self._space = planner.cluster, planner.space
         self.link_bytes_per_second, self.speeds = planner.link_bytes_per_second, planner.speeds
-        self._one_cut = one_cut
+        self.synchronisation, self.unflushed, self._one_cut = planner.synchronisation, unflushed, one_cut
         self._predict, self._costs = cache(self._predict_whole), cache(self._compute_costs)
         self._plan_cut = cache(self._plan_pipeline)
 
@@ -89,7 +99,7 @@ class IslandPipelines:
         return self._cluster.islands[kind].devices or 1
 
     def plan(
-        self, pipelines: Sequence[tuple[int, ...]], rows: Sequence[int], accumulate: int
+        self, pipelines: Sequence[tuple[int, ...]], rows: Sequence[int], accumulate: int, in_flight: int = 1
     ) -> list[PipelinePlan]:
         """Return the best cut of each pipeline.
 
@@ -97,46 +107,64 @@ class IslandPipelines:
           pipelines: kind of the island of each stage, for each pipeline.
           rows: rows of each, a multiple of `accumulate` and of the devices of each of its islands.
           accumulate: number of microbatches.
+          in_flight: number of batches in flight.
 
         Raises:
           NoCut: no cut fits the memory.
         """
-        asked = [(kinds, number, accumulate) for kinds, number in zip(pipelines, rows, strict=True)]
+        asked = [
+            (kinds, number, accumulate, in_flight) for kinds, number in zip(pipelines, rows, strict=True)
+        ]
         common = None
         if self._one_cut:
             common = best_cut(_slowest([self._costs(*each) for each in dict.fromkeys(asked)])).counts
         return [self._plan_cut(*each, common) for each in asked]
 
     def _plan_pipeline(
-        self, kinds: tuple[int, ...], rows: int, number: int, counts: tuple[int, ...] | None
+        self,
+        kinds: tuple[int, ...],
+        rows: int,
+        accumulate: int,
+        in_flight: int,
+        counts: tuple[int, ...] | None,
     ) -> PipelinePlan:
-        """Plan one pipeline of `number` microbatches, with the given blocks of each stage or the best."""
-        costs = self._costs(kinds, rows, number)
+        """Plan one pipeline, with the given blocks of each stage or the best."""
+        costs = self._costs(kinds, rows, accumulate, in_flight)
         cut = best_cut(costs) if counts is None else shortest_cut(costs, [counts])
-        whole = [self._predict(kind, rows, number) for kind in kinds]
+        whole = [self._predict(kind, rows, accumulate) for kind in kinds]
         parts = [count / costs.num_blocks for count in cut.counts]
         ends = [sum(cut.counts[: stage + 1]) for stage in range(len(kinds))]
         state = [
             costs.state_bytes(stage, end - count, end)
             for stage, (end, count) in enumerate(zip(ends, cut.counts, strict=True))
         ]
-        gradients = GRADIENT_BYTES * self.subject.num_trained
-        busy = number * max(cut.busy_seconds)
+        # the optimizer's state is in proportion to the parameters
+        gradients = [GRADIENT_BYTES * self.subject.num_trained * each / sum(state) for each in state]
+        # each batch in flight has its weights or its gradients, and waves keep what changed
+        copies = in_flight - 1 + own_copies(self.synchronisation)
+        memory = [each + copies * own for each, own in zip(cut.memory_bytes, gradients, strict=True)]
+        most = max(each / device.memory_bytes for each, device in zip(memory, costs.devices, strict=True))
+        if copies and most > 1:
+            raise NoCut(f"copies of the weights do not fit: a stage needs {most:.2f} times its memory")
+        number = costs.table.num_microbatches
+        num_steps = 1 if in_flight == 1 else number
+        busy = number * max(cut.busy_seconds) / num_steps
         return PipelinePlan(
             rows=rows,
             counts=cut.counts,
             compute_seconds=busy,
-            bubble_seconds=cut.simulated.makespan - busy,
+            bubble_seconds=cut.simulated.makespan / num_steps - busy,
             collectives_seconds=max(
                 part * sum(each.seconds.collectives.values()) for part, each in zip(parts, whole, strict=True)
             ),
             update_seconds=max(part * each.seconds.update for part, each in zip(parts, whole, strict=True)),
-            memory_bytes=cut.memory_bytes,
-            # the optimizer's state is in proportion to the parameters
-            gradient_bytes=tuple(gradients * each / sum(state) for each in state),
+            memory_bytes=tuple(memory),
+            gradient_bytes=tuple(gradients),
         )
 
-    def _compute_costs(self, kinds: tuple[int, ...], rows: int, accumulate: int) -> StageCosts:
+    def _compute_costs(
+        self, kinds: tuple[int, ...], rows: int, accumulate: int, in_flight: int
+    ) -> StageCosts:
         devices = []
         for kind in kinds:
             number, prediction = self.num_devices(kind), self._predict(kind, rows, accumulate)
@@ -149,7 +177,7 @@ class IslandPipelines:
         return StageCosts(
             model=self._model(rows // accumulate),
             devices=devices,
-            table=make_table("1f1b", len(kinds), accumulate),
+            table=make_table("1f1b", len(kinds), accumulate if in_flight == 1 else UNFLUSHED),
             link_bytes_per_second=self.link_bytes_per_second,
         )
 
@@ -214,12 +242,14 @@ class StagesPlan:
       islands: the kinds of their islands.
       pipelines: the pipelines, with the same number of islands.
       accumulate: number of microbatches of each.
-      join_seconds: seconds of adding up their gradients.
+      in_flight: number of batches in flight in each.
+      join_seconds: seconds of adding up their gradients or changes.
     """
 
     islands: Islands
     pipelines: tuple[PipelinePlan, ...]
     accumulate: int
+    in_flight: int = 1
     join_seconds: float = 0.0
 
     @property
@@ -253,11 +283,6 @@ class StagesPlan:
         texts = [",".join(map(str, each.counts)) for each in self.pipelines]
         return ";".join(texts if len(set(texts)) > 1 else texts[:1])
 
-    @property
-    def distribution(self) -> str:
-        """How kinds are distributed over the pipelines (Park et al. 2020, HetPipe, section 5)."""
-        return name_distribution(self.islands)
-
 
 def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[StagesPlan]:
     """Return the best pipelines of each length and distribution with a stage on each island, fastest first.
@@ -275,18 +300,19 @@ def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[Stages
     if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
             f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands that {_format_range(num_blocks)} divides"
+            f" each island of a pipeline; use a number of islands with a divisor of 2 to {num_blocks}"
         )
     kinds = sorted(kinds, key=lambda kind: -pipelines.speeds[kind])
-    problems, best = [], dict[tuple[int, str], StagesPlan]()
+    problems, best = [], dict[tuple[int, str, int], StagesPlan]()
     for num_stages in possible:
-        for islands, accumulate in product(
-            sorted(list_arrangements(kinds, num_stages)),
-            _list_microbatches(pipelines.subject.batch_rows, num_stages),
+        batches = [(each, 1) for each in _list_microbatches(pipelines.subject.batch_rows, num_stages)]
+        batches += [(1, num_stages)] if pipelines.unflushed else []
+        for islands, (accumulate, in_flight) in product(
+            sorted(list_arrangements(kinds, num_stages)), batches
         ):
-            key = num_stages, name_distribution(islands)
+            key = num_stages, name_distribution(islands), in_flight
             try:
-                for found in _plan_stages(pipelines, islands, accumulate):
+                for found in _plan_stages(pipelines, islands, accumulate, in_flight):
                     best[key] = min(best.get(key, found), found, key=lambda each: each.seconds)
             except ValueError as error:
                 problems.append(error)
@@ -294,15 +320,6 @@ def plan_stages(pipelines: IslandPipelines, kinds: Sequence[int]) -> list[Stages
         # a cut that does not fit the memory is nearer to a plan than a batch that cannot be split
         raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
     return sorted(best.values(), key=lambda each: each.seconds)
-
-
-def _format_range(most: int) -> str:
-    """Format the possible numbers of stages.
-
-    >>> _format_range(2), _format_range(4)
-    ('2', 'a number from 2 to 4')
-    """
-    return "2" if most == 2 else f"a number from 2 to {most}"
 
 
 def _list_microbatches(rows: int, num_stages: int) -> list[int]:
@@ -314,7 +331,9 @@ def _list_microbatches(rows: int, num_stages: int) -> list[int]:
     return sorted({max(n for n in divisors(rows) if n <= k * num_stages) for k in PER_STAGE})
 
 
-def _plan_stages(pipelines: IslandPipelines, islands: Islands, accumulate: int) -> Iterator[StagesPlan]:
+def _plan_stages(
+    pipelines: IslandPipelines, islands: Islands, accumulate: int, in_flight: int
+) -> Iterator[StagesPlan]:
     """Yield pipelines over islands, with rows split by the speeds of the round before.
 
     Raises:
@@ -338,14 +357,15 @@ def _plan_stages(pipelines: IslandPipelines, islands: Islands, accumulate: int) 
         if rows == before:
             return
         before = rows
-        planned = pipelines.plan(islands, rows, accumulate)
-        # each block's gradients are added up over its owners by rings
+        planned = pipelines.plan(islands, rows, accumulate, in_flight)
+        # each block's gradients are added up over its owners by rings; changes are pushed as many bytes
         most = max(number for each in planned for number in each.gradient_bytes)
         sent = count_sent_bytes(ALL_REDUCE, len(planned), most)
         yield StagesPlan(
             islands=islands,
             pipelines=tuple(planned),
             accumulate=accumulate,
-            join_seconds=sent / pipelines.link_bytes_per_second,
+            in_flight=in_flight,
+            join_seconds=sent / pipelines.link_bytes_per_second / pipelines.synchronisation.every,
         )
         speeds = [each.rows / each.seconds for each in planned]

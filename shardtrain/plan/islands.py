@@ -148,7 +148,7 @@ class ReplicaPlanner:
         across: Across = Across(),
     ) -> None:
         self.subjects, self.cluster, self.space = subjects, cluster, space or Space()
-        self._most, self._synchronisation, self._across = most, synchronisation, across
+        self.synchronisation, self._most, self._across = synchronisation, most, across
         self.machines = [
             _make_machine(kind, subject.in_float32)
             for kind, subject in zip(cluster.islands, subjects, strict=True)
@@ -191,11 +191,11 @@ class ReplicaPlanner:
                 kinds=kinds,
                 shares=tuple(split),
                 join_seconds=0.0,
-                synchronisation=self._synchronisation,
+                synchronisation=self.synchronisation,
                 link_bytes_per_second=self.link_bytes_per_second,
                 merges=self._merges(sum(counts)),
             )
-            join_seconds = found.estimate_join(self._synchronisation).seconds
+            join_seconds = found.estimate_join(self.synchronisation).seconds
             plans.append(replace(found, join_seconds=join_seconds))
             for kind, speed in zip(used, _update_speeds(kinds, [speeds[kind] for kind in used]), strict=True):
                 speeds[kind] = speed
@@ -223,7 +223,7 @@ class ReplicaPlanner:
         if not several:
             return self.space
         # sections of a strategy have no schedule of their own
-        copies = own_copies(self._synchronisation)
+        copies = own_copies(self.synchronisation)
         return replace(self.space, schedules=self.space.schedules[:1], own_copies=copies)
 
     def _plan_kind(self, number: int, count: int, rows: int, *, several: bool) -> KindPlan:

@@ -13,6 +13,9 @@ from shardtrain.plan.islands import ClusterPlan, ReplicaPlanner
 MOST_SINGLE = 4
 """Up to this number the islands of a kind are added one by one, else in powers of two."""
 
+LEAST_GAIN = 0.01
+"""The part of a step that added islands must save; predictions are not exact."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
@@ -115,7 +118,8 @@ def plan_pools(planner: ReplicaPlanner, pipelines: IslandPipelines | str) -> Poo
             trials.append(Addition(kind=added, pool=pool, verdict=verdict if pool.fits else "does not fit"))
         # of equally fast ones the most: while nothing fits, more islands may
         chosen = min(reversed(trials), key=lambda each: each.seconds)
-        if chosen.pool is not None and (chosen.seconds < seconds or math.isinf(seconds)):
+        is_faster = chosen.seconds < (1 - LEAST_GAIN) * seconds
+        if chosen.pool is not None and (is_faster or math.isinf(seconds)):
             best, seconds, counts[kind] = chosen.pool, chosen.seconds, chosen.kind.count
             for number, each in enumerate(trials):
                 if each is chosen or not math.isinf(each.seconds):

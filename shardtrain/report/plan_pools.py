@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from shardtrain.islands.cluster import IslandKind, add_up_devices
+from shardtrain.plan.island_orders import name_distribution
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.pools import Addition, Pool, PoolsPlan
@@ -60,7 +61,7 @@ def name_way(way: ClusterPlan | StagesPlan) -> str:
     if isinstance(way, ClusterPlan):
         return "replicas" if len(way.shares) > 1 else "one island"
     number = len(way.pipelines)
-    return "1 pipeline" if number == 1 else f"{number} pipelines, {way.distribution}"
+    return "1 pipeline" if number == 1 else f"{number} pipelines, {name_distribution(way.islands)}"
 
 
 def _ways_text(pool: Pool, kinds: Sequence[IslandKind]) -> str:
@@ -99,7 +100,7 @@ def _stages_row(way: StagesPlan, kinds: Sequence[IslandKind]) -> tuple[str, ...]
         " | ".join(" > ".join(kinds[kind].kind for kind in each) for each in way.islands),
         way.cuts,
         ",".join(map(str, way.rows)),
-        str(way.accumulate),
+        f"{way.accumulate}" + f", {way.in_flight} in flight" * (way.in_flight > 1),
         seconds_text(way.seconds),
         seconds_text(way.slowest.compute_seconds),
         seconds_text(way.slowest.bubble_seconds),

@@ -132,15 +132,14 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
 
 def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     """Return a run's strategy in which each island is a stage of a pipeline."""
-    pipeline = replace(run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=stages.cuts)
-    slowest, several = stages.slowest, len(stages.pipelines) > 1
-    seconds = (
-        slowest.compute_seconds,
-        slowest.bubble_seconds,
-        slowest.collectives_seconds,
-        slowest.update_seconds,
-        stages.join_seconds,
+    pipeline = replace(
+        run.strategy.pipeline,
+        schedule="1f1b",
+        virtual_stages=1,
+        stages=stages.cuts,
+        in_flight=stages.in_flight,
     )
+    slowest, several = stages.slowest, len(stages.pipelines) > 1
     across = replace(
         run.strategy.across,
         axis="pipeline",
@@ -160,7 +159,7 @@ def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
         across=across,
         pipeline=pipeline,
         islands={},
-        predicted={name: float(value) for name, value in zip(PARTS, seconds, strict=True)},
+        predicted=_name_parts(*slowest.parts_seconds, stages.join_seconds),
     )
 
 
@@ -229,19 +228,21 @@ def apply_shares(plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice
 def _predict(plan: ClusterPlan) -> dict[str, float]:
     """Return the predicted seconds of a step of the first island, by part."""
     seconds = plan.kinds[0].plan.ranked[0].prediction.seconds
-    parts = (
-        seconds.compute,
-        seconds.bubble,
-        sum(seconds.collectives.values()),
-        seconds.update,
-        plan.join_seconds,
-    )
-    return {name: float(value) for name, value in zip(PARTS, parts, strict=True)}
+    collectives = sum(seconds.collectives.values())
+    return _name_parts(seconds.compute, seconds.bubble, collectives, seconds.update, plan.join_seconds)
+
+
+def _name_parts(*seconds: float) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(PARTS, seconds, strict=True)}
 
 
 def apply_choice(strategy: Strategy, choice: Choice) -> Strategy:
     pipeline = replace(
-        strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
+        strategy.pipeline,
+        schedule=choice.schedule,
+        virtual_stages=choice.virtual_stages,
+        stages="equal",
+        in_flight=1,
     )
     return replace(
         strategy,

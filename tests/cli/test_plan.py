@@ -82,7 +82,7 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     assert "2 devices" in capsys.readouterr().out
     # the islands that are used, as they are launched
     used = tmp_path / "strategy_cluster.toml"
-    assert f"cluster: {used}, with islands 0,1 of the given file in this order" in text
+    assert f"cluster: {used}, with islands in this order: big, small\n" in text
     assert [each.kind for each in read_cluster(used).islands] == ["big", "small"]
     run = ["train", tiny, "--strategy", str(strategy)]
     assert cli.main(["launch", "--cluster", str(used), "--dry-run", "--", *run]) == 0

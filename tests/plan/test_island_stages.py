@@ -8,6 +8,7 @@ from planned_steps import subject_of
 from tiny_language_model import TinyConfig
 
 from shardtrain import Text
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import (
     Cluster,
@@ -20,7 +21,7 @@ from shardtrain.islands.cluster import (
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
 from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.plan.island_orders import list_arrangements
+from shardtrain.plan.island_orders import list_arrangements, name_distribution
 from shardtrain.plan.island_stages import IslandPipelines, plan_stages
 from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.pools import plan_pools
@@ -29,6 +30,7 @@ from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.quantities import count_text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import make_staged_strategy
+from shardtrain.trainer.stage_checks import stage_problems
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
 CONFIG = TinyConfig(vocab=64, seq=32, embed=32, num_layers=4, mlp=192)
@@ -40,7 +42,7 @@ def subject():
     return subject_of(CONFIG, model=lambda remat: convert_model(CONFIG))
 
 
-def planned(subject, link=1.0, devices=(2, 1), count=1, memory_gb=None):
+def planned(subject, link=1.0, devices=(2, 1), count=1, memory_gb=None, **options):
     device = ClusterDevice(
         teraflops=0.1, memory_gb_per_second=1000.0, kernel_us=0.0, memory_gb=memory_gb, price_per_hour=1.0
     )
@@ -49,7 +51,7 @@ def planned(subject, link=1.0, devices=(2, 1), count=1, memory_gb=None):
         for name, number in zip("ab", devices, strict=True)
     )
     cluster = Cluster(islands=kinds, link_gb_per_second=link)
-    return ReplicaPlanner([subject, subject], cluster, SPACE)
+    return ReplicaPlanner([subject, subject], cluster, SPACE, **options)
 
 
 def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
@@ -81,7 +83,7 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
 
 def test_pipelines_of_each_distribution_share_the_batch_by_speed(subject, tmp_path):
     found = plan_stages(IslandPipelines(planned(subject, link=2.0, count=2)), [0, 0, 1, 1])
-    by_form = {(each.partitions, each.distribution): each for each in found}
+    by_form = {(each.partitions, name_distribution(each.islands)): each for each in found}
     assert set(by_form) == {(2, "node"), (2, "equal"), (4, "equal")}
     assert found[0] == min(found, key=lambda each: each.seconds)
     node = by_form[2, "node"]
@@ -111,6 +113,35 @@ def test_pipelines_are_cut_differently_unless_they_must_not(subject):
     alike = IslandPipelines(planner, one_cut=True).plan(pools, (8, 8), 4)
     assert [each.counts for each in alike] == [(2, 2), (2, 2)]
     assert max(each.seconds for each in own) < max(each.seconds for each in alike)
+
+
+def test_batches_in_flight_fill_the_pipelines_of_waves(subject, tmp_path):
+    waves = Synchronisation(on="deltas", every=4, distance=1)
+    planner = planned(subject, link=2.0, count=2, synchronisation=waves)
+    found = plan_stages(IslandPipelines(planner, one_cut=True, unflushed=True), [0, 0, 1, 1])
+    by_form = {
+        (name_distribution(each.islands), each.in_flight): each for each in found if each.partitions == 2
+    }
+    assert set(by_form) == {(name, number) for name in ("node", "equal") for number in (1, 2)}
+    full, flushed = by_form["equal", 2], by_form["equal", 1]
+    # a stage waits only while the first of many batches fills the pipeline
+    assert full.slowest.bubble_seconds < 0.1 * full.slowest.compute_seconds
+    assert full.slowest.bubble_seconds < flushed.slowest.bubble_seconds
+    # changes are pushed once a wave
+    assert full.join_seconds == pytest.approx(max(full.slowest.gradient_bytes) / 2e9 / 4)
+    # the changes of a wave, and the weights or gradients of another batch
+    assert max(full.memory_bytes) > max(flushed.memory_bytes) > 2 * max(flushed.slowest.gradient_bytes)
+    run = Run(
+        model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2, strategy=Strategy(synchronisation=waves)
+    )
+    strategy = make_staged_strategy(run, full)
+    assert (strategy.pipeline.in_flight, strategy.accumulate, strategy.across.partitions) == (2, 1, 2)
+    assert stage_problems(strategy) == []
+    # where such copies do not fit, there is no such plan
+    least = max(flushed.memory_bytes) / 0.85 / 1e9
+    short = planned(subject, 2.0, count=2, memory_gb=least, synchronisation=waves)
+    pipelines = IslandPipelines(short, one_cut=True, unflushed=True)
+    assert {each.in_flight for each in plan_stages(pipelines, [0, 0, 1, 1]) if each.partitions == 2} == {1}
 
 
 def test_costs_of_blocks_grow_with_the_rows(subject):
