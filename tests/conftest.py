@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+gc.disable()  # until all tests are imported
 TESTS = Path(__file__).parent
 HELPERS = str(TESTS / "helpers")
 """Modules that tests, and programs and run files of tests, import by name."""
@@ -138,6 +139,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 @contextmanager

@@ -104,9 +104,10 @@ def test_models_of_many_styles(name, assert_same):
     assert_same(trained(run, MESH, 2)[0][:2], trained(run, {"data": 1})[0][:2])
 
 
-def test_models_of_many_styles_on_two_islands(mpiexec, tmp_path, pytestconfig):
-    full = pytestconfig.getoption("--full")
-    names = list(STYLED.STYLES) if full else ["vae"]
+# the draws of a run on islands are in trainer/test_islands_train.py
+@pytest.mark.full
+def test_models_of_many_styles_on_two_islands(mpiexec, tmp_path):
+    names = list(STYLED.STYLES)
     assert mpiexec(2, PROGRAMS / "styled_islands.py", tmp_path, *names) == [" ".join(names) + "\n"] * 2
 
 

@@ -23,7 +23,7 @@ from shardtrain.trainer.replayed_run import _make_programs, select_past
 RUN = """
 import numpy as np
 from shardtrain import Optimizer, Run
-from shardtrain.models.gpt import GptConfig
+from tiny_language_model import TinyConfig
 
 class Tokens:
     def train(self, folder):
@@ -33,7 +33,7 @@ class Tokens:
         return None
 
 def run():
-    model = GptConfig(vocab=32, seq=8, embed=16, num_layers=1, num_heads=2, dropout=0.1)
+    model = TinyConfig(vocab=32, dropout=0.1)
     return Run(model=model, data=Tokens(), optimizer=Optimizer(), batch=8, steps=9)
 """
 A, B = (Peer(name=name, address="") for name in "ab")
@@ -87,7 +87,7 @@ def test_steps_are_replayed_and_compared(folder, replay):
     extra = {"elastic": {"epoch": 1}, "run": describe(run) | {"seed": 5}}
     with Checkpoints(folder / "run" / "checkpoints", CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, program.state, extra)
-        wrong = jax.tree.map(lambda x: x + 1 if x.shape == (16,) else x, program.state)
+        wrong = jax.tree.map(lambda x: x + 1 if x.shape == (32, 8) else x, program.state)
         checkpoints.save(3, wrong, extra | {"elastic": {"epoch": 3}})
     code, out, err = replay(0, 1)
     assert (code, out.splitlines()[1]) == (0, "all arrays are those of the checkpoint of step 1, bitwise")
