@@ -3,7 +3,8 @@
 Next: `transformer.py`, which has the parts of blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.axes import LAYERS
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input, not_elementwise
 from shardtrain.models.ops import Ops
 from shardtrain.models.transformer_options import BlockOptions
@@ -46,8 +48,15 @@ def walk(
       x_BTD: the input of the first block, an array or a tree of arrays.
       keys: a dropout key for each block, or a pytree of arrays with a row for each block; or None.
     """
-    # few blocks on one device become plain code, in which no weight is gathered
     num_blocks = len(jax.tree.leaves(blocks)[0])
+    if isinstance(config.remat, RematCounts):
+        # one loop for each policy
+        counts = config.remat.split(num_blocks)
+        parts = split_stack((blocks, keys), list(counts.values()))
+        for remat, (part, of_part) in zip(counts, parts, strict=True):
+            x_BTD = walk(ops, replace(config, remat=remat), run_block, part, x_BTD, of_part)
+        return x_BTD
+    # few blocks on one device become plain code, in which no weight is gathered
     is_plain = config.remat in ("none", "weights") and is_plain_code(ops, num_blocks, scan=config.scan)
     # recompute what the policy does not keep; outside of a scan XLA could merge that with the forward pass
     if config.remat != "none" and not is_plain:
@@ -57,7 +66,9 @@ def walk(
         def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
             return kept(block, name_block_input(x_BTD, config.remat), key)
 
-        run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not config.scan)
+        # XLA unrolls a loop of one trip
+        is_loop = config.scan and num_blocks > 1
+        run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not is_loop)
     # one compiled block for all, or one for each
     if config.scan:
 
@@ -80,8 +91,18 @@ def is_plain_code(ops: Ops, num_blocks: int, *, scan: bool) -> bool:
 
 
 def unstack(tree: Any) -> list[Any]:
-    """Split a pytree along the first dim of its leaves, so that the gradient is one concatenation."""
+    """Split a pytree into the rows of its leaves."""
+    parts = split_stack(tree, [1] * len(jax.tree.leaves(tree)[0]))
+    return [jax.tree.map(lambda part: jnp.squeeze(part, 0), part) for part in parts]
+
+
+def split_stack(tree: Any, counts: Sequence[int]) -> list[Any]:
+    """Split a pytree along the first dim of its leaves, so that the gradient is one concatenation.
+
+    Args:
+      tree: arrays (sum of counts, ...).
+      counts: the rows of each part.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    num_slices = leaves[0].shape[0]
-    pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, slices) for slices in zip(*pieces, strict=True)]
+    pieces = [jax.lax.split(leaf, counts) for leaf in leaves]
+    return [jax.tree.unflatten(treedef, part) for part in zip(*pieces, strict=True)]

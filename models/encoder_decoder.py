@@ -14,6 +14,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
+from shardtrain.functional.remat_counts import Remats
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
@@ -40,7 +41,7 @@ from shardtrain.models.transformer import (
     make_linear,
     make_norm,
 )
-from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats
+from shardtrain.models.transformer_options import BlockOptions, DecodingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class EncoderDecoderConfig(DecodingOptions):
     relative_buckets: int | None = None
     relative_distance: int | None = None
     head_scale: float | None = None
+    remat: Remats = "weights"
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
@@ -281,7 +283,7 @@ def _compute_bias(
     return compute_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 
-def _wrap_remat(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
+def _wrap_remat(part: Callable[..., jax.Array], remat: Any) -> Callable[..., jax.Array]:
     """Let the backward pass of a part recompute what the remat policy does not keep."""
 
     # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.errors.messages import refuse
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, name_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
@@ -78,7 +79,7 @@ class LinenDecoder(nn.Module):
         x_BTD = nn.Dropout(config.dropout, deterministic=not train)(with_logical_constraint(x_BTD, STREAM))
         block = LinenBlock
         if config.remat != "none":
-            block = nn.remat(block, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
+            block = nn.remat(block, policy=REMAT_POLICIES[str(config.remat)], prevent_cse=not config.scan)
         stacked = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -107,7 +108,7 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
-        x_BTD = name_block_input(x_BTD, self.config.remat)
+        x_BTD = name_block_input(x_BTD, str(self.config.remat))
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
             h_BTD = read_by_products(self.ops, _make_norm(norm_name, self.config)(x_BTD))
@@ -221,7 +222,8 @@ def _find_problems(config: DecoderConfig) -> list[str]:
     only = {f.name: f.default for f in fields(config) if f.name not in FREE and f.name not in BIASES}
     only |= {"num_kv_heads": heads, **dict.fromkeys(BIASES, True)}
     given = {**vars(config), "num_kv_heads": kv_heads, **{name: has_bias(config, name) for name in BIASES}}
-    return [
+    found = [f"remat is '{config.remat}'; the linen model has one policy for all blocks, such as full"]
+    return found * isinstance(config.remat, RematCounts) + [
         f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."
         for name, value in only.items()
         if given[name] != value

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.errors.options import CheckedOptions
+from shardtrain.functional.remat_counts import RematCounts, Remats
 from shardtrain.models import checks
 from shardtrain.models.attention import ATTENTIONS
 from shardtrain.models.experts_options import Experts
@@ -20,7 +21,6 @@ from shardtrain.models.rotary import RopeScaling
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
-Remats = Literal["none", "weights", "dots", "outputs", "full", "offload"]
 Dtypes = Literal["float32", "bfloat16", "float16"]
 
 FIELDS_WITHOUT_OPTION = (
@@ -46,7 +46,7 @@ class TransformerOptions(CheckedOptions):
         copies, so that no gathered weight is kept. "dots" recomputes everything except matrix products.
         "outputs" keeps only the outputs of attention and feed-forward, which tensor parallelism reduces over
         devices. "full" keeps only the input of each block. "offload" does so too, and keeps the inputs in
-        host memory.
+        host memory. `RematCounts`, such as full=6,none=18, gives blocks different policies.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: a name in `ATTENTIONS`: "xla"; "blockwise", which needs less memory for long sequences;
         "cudnn" for flash attention on NVIDIA GPUs. "auto" takes "cudnn" if device, dtype and head_dim allow
@@ -64,7 +64,7 @@ class TransformerOptions(CheckedOptions):
     num_heads: int
     mlp: int | None = None
     dropout: float = 0.0
-    remat: Remats = "weights"
+    remat: Remats | RematCounts = "weights"
     dtype: Dtypes = "float32"
     attention: str = "auto"
     lora: Lora | None = None
@@ -81,6 +81,12 @@ class TransformerOptions(CheckedOptions):
                 odd = sizes[HEAD_DIM]
                 found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
         found += checks.choice("attention", self.attention, ("auto", *ATTENTIONS))
+        num_blocks = getattr(self, "num_layers", 0)
+        if isinstance(self.remat, RematCounts) and self.remat.num_blocks != num_blocks:
+            found.append(
+                f"remat is '{self.remat}', which are {self.remat.num_blocks} blocks, and the model has"
+                f" {num_blocks}; use numbers that add up to {num_blocks}"
+            )
         return found + _find_adapter_problems(self)
 
     @property

@@ -94,7 +94,9 @@ def _try_analysis(name: str, text: Callable[[], str]) -> str:
 
 def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
     """Search the shardings of operators, with the remat policy of the best layout, and write them."""
+    # operators are searched for blocks that are alike: those that recompute most
     remat = kind.plan.ranked[0].choice.remat
+    remat = remat and remat.partition("=")[0]
     found = plan_operators(
         subject,
         kind.machine,

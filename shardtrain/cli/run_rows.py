@@ -12,6 +12,7 @@ from typing import Any
 
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.remat_counts import find_remat_part
 from shardtrain.imported import option_problems
 from shardtrain.plan.advice.bottleneck import StepPhases, step_phases
 from shardtrain.plan.advice.fit import MeasuredRow, read_rows
@@ -159,5 +160,5 @@ def _teraflops(
         return None
     tokens = statistics.median(of_tokens / of_updates for of_tokens, of_updates in rates)
     of_token = import_module("shardtrain.models.decoder_flops").flops_per_token(config)
-    again = (options.get("strategy.remat") or config.remat) == "full"
-    return tokens * of_token * (WITH_ALL_AGAIN if again else 1.0) / 1e12
+    again = find_remat_part(options.get("strategy.remat") or config.remat, "full")
+    return tokens * of_token * (1 + again * (WITH_ALL_AGAIN - 1)) / 1e12

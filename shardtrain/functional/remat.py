@@ -10,21 +10,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardtrain.errors.field_types import fits, list_hints
 from shardtrain.functional.model import Model, wrap_functions
 from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 
 OF_ANY_MODEL = ("none", "weights", "dots")
 """Values that apply to any model; the others need a model that recomputes its blocks."""
 
 
-def apply_remat(model: Any, remat: str | None) -> Any:
+def apply_remat(model: Any, remat: str | RematCounts | None) -> Any:
     """Return a model whose backward pass recomputes activations by a policy.
 
     Args:
       model: see `convert_model`. A dataclass with a field `remat` gets the value; the forward pass of any
         other model is wrapped as a whole.
-      remat: none or one of `REMAT_POLICIES`; None leaves the model as it is.
+      remat: none, one of `REMAT_POLICIES`, or the number of blocks with each; None leaves the model as it is.
 
     Raises:
       ValueError: the model cannot be recomputed like that.
@@ -33,14 +35,19 @@ def apply_remat(model: Any, remat: str | None) -> Any:
         return model
     if is_dataclass(model) and not isinstance(model, Model | type) and hasattr(model, "remat"):
         own = getattr(model, "remat")  # noqa: B009
+        if isinstance(remat, RematCounts) and not fits(remat, list_hints(type(model)).get("remat", Any)):
+            raise ValueError(
+                f"remat is '{remat}', and this model has one policy for all its blocks; use none or full, or"
+                " give its field remat the type RematCounts (docs/models.md)"
+            )
         if not isinstance(own, bool):
             return replace(model, remat=remat)  # type: ignore[type-var]
         if remat not in ("none", "full"):
-            raise ValueError(f"remat is {remat!r}, and that of this model is on or off; use none or full")
+            raise ValueError(f"remat is '{remat}', and that of this model is on or off; use none or full")
         return replace(model, remat=remat == "full")  # type: ignore[type-var]
     if remat not in OF_ANY_MODEL:
         raise ValueError(
-            f"remat is {remat!r}, and this model has no field remat to recompute its blocks by; use"
+            f"remat is {str(remat)!r}, and this model has no field remat to recompute its blocks by; use"
             f" {', '.join(OF_ANY_MODEL)}, or jax.checkpoint (nnx.remat, nn.remat) around its blocks"
         )
     pure = convert_model(model)

@@ -8,12 +8,13 @@ import math
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.space import Space, list_allowed_choices, list_allowed_remats
+from shardtrain.plan.space import Space, count_mixed_blocks, list_allowed_choices, list_allowed_remats
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
 
@@ -67,7 +68,8 @@ def search(
     """Rank the choices for a step on equal devices.
 
     For each mesh, number of microbatches and schedule, the remat policy is the one that recomputes the least
-    and fits; if none fits, the one that needs the least memory.
+    and fits; if none fits, the one that needs the least memory. If not all blocks can keep everything, and
+    recomputing the fewest that fit is faster, they have two policies, outside pipelines.
 
     Args:
       subject: the model, its loss, optimizer and batch.
@@ -82,13 +84,83 @@ def search(
     choices, refused = list_allowed_choices(subject, num_devices, space)
     remats = list_allowed_remats(subject, space)
     bounds = _select_least_recomputed(subject, machine, num_devices, choices, remats)
+    bounds = _estimate_mixes(subject, machine, num_devices, bounds, count_mixed_blocks(subject, space))
     ranked: list[RankedChoice] = []
-    # pipelines are simulated only if they may be among the best
+    # pipelines are simulated, and mixes of policies traced, only if they may be among the best
     for bound in sorted(bounds, key=lambda each: each.order):
         if len(ranked) >= most and bound.order > ranked[most - 1].order:
             break
-        insort(ranked, _simulate(bound, subject, machine, num_devices), key=lambda each: each.order)
+        found = _mix_remats(subject, machine, num_devices, bound) if bound.mix else bound.best
+        insort(ranked, _simulate(found, subject, machine, num_devices), key=lambda each: each.order)
     return Plan(ranked=tuple(ranked[:most]), refused=refused, num_choices=len(choices))
+
+
+class _Mix(NamedTuple):
+    """Predictions for the fewest blocks that fit if they recompute all and the others nothing.
+
+    Args:
+      few, large: a number of blocks that is too small, and its prediction.
+      many, small: a number that is enough, and its prediction.
+      num_blocks: number of all blocks.
+    """
+
+    few: int
+    large: RankedChoice
+    many: int
+    small: RankedChoice
+    num_blocks: int
+
+    def guess(self, memory_bytes: float) -> int:
+        """Return the number that is just enough if memory falls in line with it."""
+        large, small = (each.prediction.memory.total for each in (self.large, self.small))
+        part = (large - memory_bytes) / (large - small)
+        return self.few + math.ceil(part * (self.many - self.few))
+
+
+class _Bound(NamedTuple):
+    """A choice with one remat policy, what it is sorted by, and a mix of two policies that may be faster."""
+
+    order: tuple[bool, float]
+    best: RankedChoice
+    mix: _Mix | None = None
+
+
+def _estimate_mixes(
+    subject: Subject,
+    machine: Machine,
+    num_devices: int,
+    bounds: Sequence[tuple[RankedChoice, RankedChoice]],
+    num_blocks: int,
+) -> list[_Bound]:
+    """Add to choices with the first policy and the best one the mix of policies that seems to be faster."""
+    # a pipeline is planned for blocks that are alike
+    mixed = [i for i, (first, best) in enumerate(bounds) if best.fits > first.fits and not best.is_pipeline]
+    mixed = mixed if num_blocks else []
+    full = [replace(bounds[i][1].choice, remat="full") for i in mixed]
+    smallest = dict(zip(mixed, _bound_choices(subject, machine, num_devices, full), strict=True))
+    found = []
+    for i, (first, best) in enumerate(bounds):
+        bound = _Bound(best.order, best)
+        if i in smallest and smallest[i].fits:
+            mix = _Mix(0, first, num_blocks, smallest[i], num_blocks)
+            none, whole = (each.prediction.seconds.total for each in (first, mix.small))
+            part = mix.guess(machine.rates.memory_bytes) / num_blocks
+            if (order := (False, none + part * (whole - none))) < best.order:
+                bound = _Bound(order, best, mix)
+        found.append(bound)
+    return found
+
+
+def _mix_remats(subject: Subject, machine: Machine, num_devices: int, bound: _Bound) -> RankedChoice:
+    """Recompute the fewest blocks that fit, the others not at all; return one policy if that is faster."""
+    mix = bound.mix
+    assert mix is not None
+    while mix.many - mix.few > 1:
+        number = min(max(mix.guess(machine.rates.memory_bytes), mix.few + 1), mix.many - 1)
+        remat = f"full={number},none={mix.num_blocks - number}"
+        (one,) = _bound_choices(subject, machine, num_devices, [replace(bound.best.choice, remat=remat)])
+        mix = mix._replace(many=number, small=one) if one.fits else mix._replace(few=number, large=one)
+    return min(bound.best, mix.small, key=lambda each: each.order)
 
 
 def _simulate(bound: RankedChoice, subject: Subject, machine: Machine, num_devices: int) -> RankedChoice:
@@ -117,15 +189,15 @@ def _select_least_recomputed(
     num_devices: int,
     choices: Sequence[Choice],
     remats: Sequence[str | None],
-) -> list[RankedChoice]:
-    """Return each choice with the remat policy that recomputes least and fits, or that needs least memory."""
-    best: dict[int, RankedChoice] = {}
+) -> list[tuple[RankedChoice, RankedChoice]]:
+    """Return each choice with the first remat policy, and with the first that fits or the smallest."""
+    best: dict[int, tuple[RankedChoice, RankedChoice]] = {}
     for remat in remats:
-        open_numbers = [i for i in range(len(choices)) if i not in best or not best[i].fits]
+        open_numbers = [i for i in range(len(choices)) if i not in best or not best[i][1].fits]
         tried = [replace(choices[i], remat=remat) for i in open_numbers]
         for i, one in zip(open_numbers, _bound_choices(subject, machine, num_devices, tried), strict=True):
-            if i not in best or one.order < best[i].order:
-                best[i] = one
+            first, smallest = best.get(i, (one, one))
+            best[i] = first, min(smallest, one, key=lambda each: each.order)
     return list(best.values())
 
 

@@ -109,6 +109,14 @@ def list_allowed_remats(subject: Subject, space: Space) -> list[str | None]:
     return list(filter(subject.has_remat, space.remats))
 
 
+def count_mixed_blocks(subject: Subject, space: Space) -> int:
+    """Return the number of blocks of which some may recompute all, others nothing; 0 if all are alike."""
+    chain = subject.find_model(None).chain
+    number = 0 if chain is None else chain.num_blocks
+    mixes = number > 1 and {"none", "full"} <= set(space.remats)
+    return number if mixes and subject.has_remat(f"full=1,none={number - 1}") else 0
+
+
 def _check_fixed(layout: Layout, num_devices: int) -> None:
     fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
     product = math.prod(fixed.values())

@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardtrain import axes
+from shardtrain.functional.remat_counts import find_remat_part
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.hlo.collectives import ALL_GATHER
@@ -72,7 +73,7 @@ def count_backwards(choice: Choice) -> int:
 
 def count_block_gathers(step: Step) -> float:
     """Return how often a microbatch gathers the weights of a block, averaged over stages."""
-    of_backward = 0 if step.choice.remat == "none" else 1
+    of_backward = 1 - find_remat_part(step.choice.remat, "none")
     if step.num_stages == 1:
         return 1 + of_backward
     # forward tasks except in the last part, and each backward, which recomputes its forward

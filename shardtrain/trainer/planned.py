@@ -14,6 +14,7 @@ import jax
 
 from shardtrain import axes
 from shardtrain.data import Batches, RowSplit, place, split_over_islands
+from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.functional.traced_loss import loss_count
@@ -184,7 +185,7 @@ def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
             Choice(
                 layout=own.layout,
                 accumulate=own.accumulate,
-                remat=own.remat,
+                remat=write_compact(own.remat),
                 schedule=own.pipeline.schedule,
                 virtual_stages=own.pipeline.virtual_stages if has_stages else 1,
             )
@@ -248,14 +249,14 @@ def apply_choice(strategy: Strategy, choice: Choice) -> Strategy:
         strategy,
         layout=choice.layout,
         accumulate=choice.accumulate,
-        remat=choice.remat or strategy.remat,
+        remat=choice.remat or strategy.remat,  # pyright: ignore[reportArgumentType]
         pipeline=pipeline,
     )
 
 
 def _section(run: Run, choice: Choice) -> dict[str, Any]:
     """Return the fields of one kind of islands, as in a file."""
-    layout, remat = choice.layout, choice.remat or run.strategy.remat
+    layout, remat = choice.layout, choice.remat or write_compact(run.strategy.remat)
     fields: dict[str, Any] = {
         "mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded,
     }  # fmt: skip

@@ -15,6 +15,8 @@ import tomli_w
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import fits, wrong_types
 from shardtrain.errors.messages import near, refuse
+from shardtrain.errors.options import CompactOptions, write_compact
+from shardtrain.functional.remat_counts import RematCounts, Remats
 from shardtrain.islands.options import Across
 from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
@@ -37,7 +39,9 @@ class Strategy:
       remat: the values that the backward pass recomputes to save memory: none, weights (casts and gathered
         weights), dots (all except results of matrix products), outputs (all except outputs of blocks), full
         (all except inputs of blocks) or offload (as full, with these inputs in the memory of the host).
-        The last three need a model with an option `remat`. None takes the model's own option.
+        The last three need a model with an option `remat`. Numbers of blocks, such as full=6,none=18 or
+        {full = 6, none = 18} in a file, give the first blocks the first policy of this order: full, outputs,
+        dots, weights, none. None takes the model's own option.
       compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
         None takes the model's own dtype.
       accumulate_dtype: the dtype in which the gradients of several microbatches are added up: float32, or
@@ -60,7 +64,7 @@ class Strategy:
     synchronisation: Synchronisation = Synchronisation()
     across: Across = Across()
     pipeline: Pipeline = Pipeline()
-    remat: Literal["none", "weights", "dots", "outputs", "full", "offload"] | None = None
+    remat: Remats | RematCounts | None = None
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
     offload: Literal["none", "optimizer"] = "none"
@@ -172,7 +176,7 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     default = type(value)()
     for each in fields(value):
-        item = getattr(value, each.name)
+        item = write_compact(getattr(value, each.name))
         name = f"{path}.{each.name}" if path else each.name
         if is_dataclass(item) and type(item) is type(getattr(default, each.name)):
             found[each.name] = _plain(item, name, left_out)
@@ -222,7 +226,8 @@ def _build(default: Any, values: Mapping[str, Any], path: str, problems: list[st
             problems.append(f"unknown key {near(key, known)}" + (f" in [{path}]" if path else ""))
             continue
         inner = getattr(default, key)
-        nested = is_dataclass(inner) and not isinstance(inner, type) and isinstance(value, Mapping)
+        nested = is_dataclass(inner) and not isinstance(inner, CompactOptions | type)
+        nested = nested and isinstance(value, Mapping)
         found[key] = _build(inner, value, name, problems) if nested else value
     return replace(default, **found) if not problems else default
 

@@ -1,5 +1,6 @@
 """The option `remat` of a strategy: the same gradients, and less kept for the backward pass."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.trainer.config import Run, make_model
@@ -113,13 +115,20 @@ def test_the_strategy_of_a_run_says_it():
     assert kept_bytes(changed) < kept_bytes(plain)
 
 
+@dataclass(frozen=True)
+class OnePolicy:
+    remat: str = "none"
+
+
 @pytest.mark.parametrize(
     ("model", "remat", "words"),
     [
         (Deep, "full", "no field remat to recompute its blocks by; use none, weights, dots"),
         (ResNetConfig(), "dots", "is on or off; use none or full"),
+        (Deep, RematCounts(full=1, none=2), "remat is 'full=1,none=2', and this model has no field remat"),
+        (OnePolicy(), RematCounts(full=1, none=2), "and this model has one policy for all its blocks"),
     ],
-    ids=["no blocks", "on or off"],
+    ids=["no blocks", "on or off", "counts of no blocks", "counts of blocks that are alike"],
 )
 def test_what_a_model_cannot_recompute_is_refused(model, remat, words):
     with pytest.raises(ValueError, match=words):

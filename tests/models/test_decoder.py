@@ -227,6 +227,9 @@ def test_remat_keeps_less(pure):
         > num_bytes["outputs"]
         > num_bytes["full"]
     )
+    # of two blocks of five
+    (mixed,) = ({x.shape[0] for x in residuals(pure(replace(config, remat="full=2,none=3")))},)
+    assert {2, 3} <= mixed
     # offloaded are the inputs of blocks, and nothing else is kept in their place
     assert num_bytes["offload"] == num_bytes["full"]
     offloading = pure(replace(config, remat="offload"))
@@ -453,6 +456,13 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
             ],
         ),
         (
+            {"remat": "full=1,none=2"},
+            [
+                "remat is 'full=1,none=2', which are 3 blocks, and the model has 2; use numbers that add"
+                " up to 2",
+            ],
+        ),
+        (
             {"only_post_norm": True, "qk_norm_joint": True},
             [
                 "only_post_norm is True; it needs post_norm=True",
@@ -462,7 +472,8 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
         (
             {"remat": "ful", "dtype": "bf16"},
             [
-                "remat is 'ful'; allowed: none, weights, dots, outputs, full, offload",
+                "remat: there is no policy 'ful' (did you mean 'full'?); use none, weights, dots, outputs,"
+                " full, offload, or numbers of blocks: full=6,none=18",
                 "dtype is 'bf16'; allowed: float32, bfloat16, float16",
             ],
         ),

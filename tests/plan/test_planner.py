@@ -200,6 +200,7 @@ STRATEGIES = [
     ({"fsdp": 2, "tensor": 2}, 2, "outputs", 1, False),
     pytest.param({"tensor": 4}, 1, "weights", 3, True, marks=pytest.mark.full),
     ({"pipeline": 2, "data": 2}, 4, "weights", 3, False),
+    ({"fsdp": 2, "tensor": 2}, 1, "full=1,none=3", 3, False),
 ]
 
 
@@ -310,6 +311,25 @@ def test_the_least_recomputation_that_fits_is_taken(subject):
             if each.choice.layout.mesh == layout.mesh
         ]
         assert (best.choice.remat, best.fits) == (remat, fits)
+
+
+def test_the_fewest_blocks_that_fit_are_recomputed(subject):
+    layout = Layout(mesh={"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 1})
+
+    def predict(remat):
+        return predict_choices(subject, MACHINE, 2, [Choice(layout=Layout(mesh={"data": 2}), remat=remat)])[0]
+
+    space = Space(layout=layout, accumulates=(1,), remats=("none", "full"))
+    fits, larger = (predict(remat).memory.total for remat in ("full=2,none=2", "full=1,none=3"))
+    assert fits < larger
+    for limit, remat in ((fits, "full=2,none=2"), (larger, "full=1,none=3")):
+        machine = replace(MACHINE, rates=replace(RATES, memory_bytes=limit))
+        (best,) = search(subject, machine, 2, space).ranked
+        assert (best.choice.remat, best.fits) == (remat, True)
+    # a model without such blocks has one policy
+    alike = replace(subject, model=lambda remat: convert_model(apply_remat(TINY, remat)))
+    machine = replace(MACHINE, rates=replace(RATES, memory_bytes=1.0))
+    assert [each.choice.remat for each in search(alike, machine, 2, space).ranked] == ["none"]
 
 
 def test_a_ring_goes_by_the_slowest_link_that_it_crosses():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,9 +17,12 @@ from flax.linen.spmd import with_logical_constraint
 from unordered_collectives import find_unordered
 
 from shardtrain.functional.cross_entropy import cross_entropy
+from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import BLOCKS
 from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.functional.rng import step_key
+from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.layers import peek_keys
 from shardtrain.pipeline import mesh_tasks
 from shardtrain.pipeline.partition import counts
@@ -242,6 +246,20 @@ def test_layers_that_do_not_divide_give_the_plain_step(num_layers, stages, sched
 def test_zero_stage_1_gives_the_plain_step(assert_same):
     mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
     assert_same(gradients(words(), mesh, 4, zero=1), plain())
+
+
+def test_blocks_with_two_remat_policies_give_the_plain_step(assert_same):
+    config = DecoderConfig(
+        vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=5, num_heads=2, mlp=MLP, remat="none"
+    )
+    batch = {name: rows()[name] for name in ("tokens", "weights")}
+    expected = gradients(from_nnx(config), {"data": 1}, loss=next_token_loss, batch=batch)
+    mixed = from_nnx(replace(config, remat=RematCounts(full=2, none=3)))
+    for mesh, microbatches, by in (
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 1, "equal"),
+        ({"pipeline": 2, "data": 2, "tensor": 2}, 5, (2, 3)),
+    ):
+        assert_same(gradients(mixed, mesh, microbatches, next_token_loss, batch, by=by), expected)
 
 
 def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):

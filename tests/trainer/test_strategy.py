@@ -14,6 +14,7 @@ from shardtrain.cli.run_options import parse_run
 from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
 from shardtrain.data import Text
+from shardtrain.functional.remat_counts import RematCounts
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_facts import FREE, PACKAGES
 from shardtrain.pipeline.options import Pipeline
@@ -35,13 +36,17 @@ STRATEGIES = st.builds(
     synchronisation=st.sampled_from([*PRESETS.values(), Synchronisation(by="int8+adasum", inside="sum")]),
     across=st.sampled_from([Across(), Across(shares=(1.0, 2.5), reduce="root"), Across(axis="pipeline")]),
     pipeline=st.sampled_from([Pipeline(), Pipeline(schedule="zb_v", virtual_stages=2, stages="1,2,3,2")]),
-    remat=st.sampled_from([None, "dots"]),
+    remat=st.sampled_from([None, "dots", RematCounts(full=6, none=18)]),
     compute_dtype=st.sampled_from([None, "bfloat16"]),
     islands=st.sampled_from(
         [
             {},
             {"*V100*": {"compute_dtype": "float16", "accumulate": 4}},
-            {"0": {"remat": "full"}, "2-5,7": {"layout": {"mesh": {"data": 2, "fsdp": 2}, "zero": 3}}},
+            {
+                "0": {"remat": "full"},
+                "1": {"remat": {"dots": 24}},
+                "2-5,7": {"layout": {"mesh": {"data": 2, "fsdp": 2}, "zero": 3}},
+            },
         ]
     ),
     predicted=st.sampled_from([{}, {"compute_seconds": 0.25, "update_seconds": 0.0}]),
@@ -235,3 +240,17 @@ def test_parts_of_gradients_are_refused_where_they_are_no_mean():
     )
     with pytest.raises(ValueError, match="gradient_parts is 0; use 1 or more"):
         Across(gradient_parts=0)
+
+
+def test_numbers_of_blocks_are_a_table_or_a_text(tmp_path):
+    path = tmp_path / "strategy.toml"
+    counts = RematCounts(full=6, none=18)
+    for text in ("remat = { full = 6, none = 18 }", 'remat = "none=18,full=6"'):
+        path.write_text(f'{text}\n[islands."1"]\nremat = {{ dots = 24 }}\n')
+        strategy = read_strategy(path)
+        assert strategy.remat == counts
+        # a section has numbers of its own, and adds none to those of the strategy
+        assert strategy.select_island(1, "cpu").remat == RematCounts(dots=24)
+    path.write_text("remat = { ful = 6 }\n")
+    with pytest.raises(ValueError, match=r"there is no 'ful' \(did you mean 'full'"):
+        read_strategy(path)
