@@ -82,7 +82,8 @@ class CompactOptions(CheckedOptions):
         usage = ",".join(f"{name}=VALUE" for name in needed)
         more = ", ".join(name for name in known if name not in needed)
         before = f"{cls.kind}:" if cls.kind else ""
-        told = f"{before + text!r} cannot be read; write {before}{usage}, and if wanted {more}"
+        usage = ", and if wanted ".join(filter(None, (before + usage, more)))
+        told = f"{before + text!r} cannot be read; write {usage}"
         raise problems_error(told, problems)
 
 
