@@ -1,4 +1,4 @@
-"""A run whose islands come and go: a small GPT with dropout; steps are slow from the one in the file PACE.
+"""A run whose islands come and go: a tiny model with dropout; steps are slow from the one in the file PACE.
 
 The process that finds the file `stop-name` or `stop-line` beside PACE takes it away and stops itself
 (SIGSTOP), just before a checkpoint gets its name, or a line of metrics is written; `stopped` has its step.
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_language_model import TinyConfig
 
 from shardtrain import Optimizer, Run, Schedule
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.elastic.options import Elastic
-from shardtrain.models.gpt import GptConfig
 from shardtrain.report.sinks.json_lines import JsonLines
 from shardtrain.trainer.hooks import Hook
 
-MODEL = GptConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=2, dropout=0.1)
+MODEL = TinyConfig(vocab=32, num_layers=2, dropout=0.1)
 
 
 @dataclass(frozen=True)
