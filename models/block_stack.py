@@ -53,18 +53,19 @@ def walk(
         # one loop for each policy
         counts = config.remat.split(num_blocks)
         parts = split_stack((blocks, keys), list(counts.values()))
-        for remat, (part, of_part) in zip(counts, parts, strict=True):
-            x_BTD = walk(ops, replace(config, remat=remat), run_block, part, x_BTD, of_part)
+        for policy, (part, of_part) in zip(counts, parts, strict=True):
+            x_BTD = walk(ops, replace(config, remat=policy), run_block, part, x_BTD, of_part)
         return x_BTD
     # few blocks on one device become plain code, in which no weight is gathered
-    is_plain = config.remat in ("none", "weights") and is_plain_code(ops, num_blocks, scan=config.scan)
+    remat: str = config.remat
+    is_plain = remat in ("none", "weights") and is_plain_code(ops, num_blocks, scan=config.scan)
     # recompute what the policy does not keep; outside of a scan XLA could merge that with the forward pass
-    if config.remat != "none" and not is_plain:
-        keeps_products = config.remat == "weights" and ops.keeps_products
-        policy, kept = not_elementwise if keeps_products else REMAT_POLICIES[config.remat], run_block
+    if remat != "none" and not is_plain:
+        keeps_products = remat == "weights" and ops.keeps_products
+        policy, kept = not_elementwise if keeps_products else REMAT_POLICIES[remat], run_block
 
         def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
-            return kept(block, name_block_input(x_BTD, config.remat), key)
+            return kept(block, name_block_input(x_BTD, remat), key)
 
         # XLA unrolls a loop of one trip
         is_loop = config.scan and num_blocks > 1

@@ -53,7 +53,7 @@ def apply_remat(model: Any, remat: str | RematCounts | None) -> Any:
     pure = convert_model(model)
     if remat == "none":
         return pure
-    policy = REMAT_POLICIES[remat]
+    policy = REMAT_POLICIES[str(remat)]
     return wrap_functions(pure, lambda function, _: _recompute(policy, function))
 
 

@@ -47,58 +47,39 @@ class BatchSizes:
 
     def find(self, goal: BatchGoal) -> ChosenBatch:
         """Return the batch of a goal; if not even the smallest fits, the smallest."""
-        return self._find_largest() if goal == "max" else self._find_fastest()
-
-    def _plan_rows(self, rows: int, space: Space) -> ClusterPlan:
-        return self.plan([each.resize(rows) for each in self.subjects], space)
-
-    def _find_largest(self) -> ChosenBatch:
-        # whether anything fits is decided by the policies that recompute the most and the least
-        remats = list_allowed_remats(self.subjects[0], self.space)
-        ends = tuple(dict.fromkeys((remats[0], remats[-1])))
-        space = replace(self.space, accumulates=(self.accumulate,), remats=ends)
-
-        def fits(rows: int) -> bool:
-            return self._plan_rows(rows, space).fits
-
-        # fewer rows than devices are split over tensor and pipeline
-        units = [rows for rows in reversed(divisors(self.multiple)) if rows <= self.most]
-        unit = next((rows for rows in units if fits(rows)), None)
-        if unit is None:
-            return ChosenBatch(units[-1], "not even this batch fits; use more devices or a smaller model")
-        # once the next divisor is known not to fit, no multiple of this one is tried
-        most = self.most // unit if unit == units[0] else 1
-        number = _find_last(lambda number: fits(number * unit), 1, most + 1)
-        of_data = unit == units[0] and number == most
-        reason = (
-            "the most of the data"
-            if of_data
-            else f"the largest that fits with --accumulate {self.accumulate}"
-        )
-        return ChosenBatch(number * unit, f"{reason}, in multiples of {unit}")
-
-    def _find_fastest(self) -> ChosenBatch:
-        rates: dict[int, float] = {}
+        space, rates = self.space, dict[int, float]()
+        if goal == "max":
+            # whether anything fits is decided by the policies that recompute the most and the least
+            remats = list_allowed_remats(self.subjects[0], space)
+            ends = tuple(dict.fromkeys((remats[0], remats[-1])))
+            space = replace(space, accumulates=(self.accumulate,), remats=ends)
 
         def rate(rows: int) -> float:
+            """Return the examples a second; 0 if they do not fit."""
             if rows not in rates:
-                plan = self._plan_rows(rows, self.space)
+                plan = self.plan([each.resize(rows) for each in self.subjects], space)
                 rates[rows] = rows / plan.seconds if plan.fits else 0.0
             return rates[rows]
 
-        rows = unit = next((n for n in reversed(divisors(self.multiple)) if n <= self.most and rate(n)), 0)
-        if not unit:
-            return ChosenBatch(min(rates), "not even this batch fits; use more devices or a smaller model")
-        while 2 * rows <= self.most and rate(2 * rows):
-            rows *= 2
-        best = max(rates, key=lambda each: (rates[each], -each))
-        close = min(each for each in rates if rates[each] >= CLOSE * rates[best])
-        slower = max((each for each in rates if each < close), default=0) // unit
-        last = _find_last(lambda number: rate(number * unit) < CLOSE * rates[best], slower, close // unit)
-        found = (last + 1) * unit
-        best = max(rates, key=lambda each: rates[each])
-        if found == best:
-            return ChosenBatch(found, "the most examples a second of the batches that were tried")
+        # fewer rows than devices are split over tensor and pipeline
+        units = [rows for rows in reversed(divisors(self.multiple)) if rows <= self.most]
+        unit = next(filter(rate, units), None)
+        if unit is None:
+            return ChosenBatch(units[-1], "not even this batch fits; use more devices or a smaller model")
+        # of a divisor no multiple is tried: the next one does not fit
+        end = self.most // unit + 1 if unit == units[0] else 2
+        if goal == "max":
+            last = _find_last(lambda number: rate(number * unit) > 0, 1, end)
+            why = f"the largest that fits with --accumulate {self.accumulate}"
+            why = "the most of the data" if last + 1 == end > 2 else why
+            return ChosenBatch(last * unit, f"{why}, in multiples of {unit}")
+        number = 1
+        while 2 * number < end and rate(2 * number * unit):
+            number *= 2
+        enough = CLOSE * max(rates.values())
+        close = min(rows for rows in rates if rates[rows] >= enough) // unit
+        found = (_find_last(lambda number: rate(number * unit) < enough, close // 2, close) + 1) * unit
+        best = max(rates, key=lambda rows: rates[rows])
         part = rates[found] / rates[best]
         return ChosenBatch(found, f"{part:.1%} of the examples a second of {best}, the most that were tried")
 

@@ -8,6 +8,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 from shardtrain import axes
@@ -83,84 +84,77 @@ def search(
         raise ValueError(f"a plan of {num_devices} devices was asked for; use 1 to {MOST_DEVICES}")
     choices, refused = list_allowed_choices(subject, num_devices, space)
     remats = list_allowed_remats(subject, space)
-    bounds = _select_least_recomputed(subject, machine, num_devices, choices, remats)
-    bounds = _estimate_mixes(subject, machine, num_devices, bounds, count_mixed_blocks(subject, space))
+    pairs = _select_least_recomputed(subject, machine, num_devices, choices, remats)
+    num_blocks = count_mixed_blocks(subject, space)
+    bounds = [_Bound(best.order, best) for _, best in pairs]
+    bounds = _estimate_mixes(subject, machine, num_devices, pairs) if num_blocks else bounds
     ranked: list[RankedChoice] = []
     # pipelines are simulated, and mixes of policies traced, only if they may be among the best
     for bound in sorted(bounds, key=lambda each: each.order):
         if len(ranked) >= most and bound.order > ranked[most - 1].order:
             break
-        found = _mix_remats(subject, machine, num_devices, bound) if bound.mix else bound.best
+        found = bound.best
+        if bound.ends:
+            found = _mix_remats(subject, machine, num_devices, bound, num_blocks)
         insort(ranked, _simulate(found, subject, machine, num_devices), key=lambda each: each.order)
     return Plan(ranked=tuple(ranked[:most]), refused=refused, num_choices=len(choices))
 
 
-class _Mix(NamedTuple):
-    """Predictions for the fewest blocks that fit if they recompute all and the others nothing.
+class _Bound(NamedTuple):
+    """A choice with one remat policy, what it is sorted by, and the ends of a mix that may be faster.
 
     Args:
-      few, large: a number of blocks that is too small, and its prediction.
-      many, small: a number that is enough, and its prediction.
-      num_blocks: number of all blocks.
+      order: see `RankedChoice.order`; of a mix an estimate.
+      best: the choice.
+      ends: predictions without recomputation, which does not fit, and with all of it, which does.
     """
-
-    few: int
-    large: RankedChoice
-    many: int
-    small: RankedChoice
-    num_blocks: int
-
-    def guess(self, memory_bytes: float) -> int:
-        """Return the number that is just enough if memory falls in line with it."""
-        large, small = (each.prediction.memory.total for each in (self.large, self.small))
-        part = (large - memory_bytes) / (large - small)
-        return self.few + math.ceil(part * (self.many - self.few))
-
-
-class _Bound(NamedTuple):
-    """A choice with one remat policy, what it is sorted by, and a mix of two policies that may be faster."""
 
     order: tuple[bool, float]
     best: RankedChoice
-    mix: _Mix | None = None
+    ends: tuple[RankedChoice, RankedChoice] | None = None
+
+
+def _find_part(large: RankedChoice, small: RankedChoice, machine: Machine) -> float:
+    """Return how far from one to the other memory is enough, as it falls about in line with blocks."""
+    most, least = large.prediction.memory.total, small.prediction.memory.total
+    return (most - machine.rates.memory_bytes) / (most - least)
 
 
 def _estimate_mixes(
     subject: Subject,
     machine: Machine,
     num_devices: int,
-    bounds: Sequence[tuple[RankedChoice, RankedChoice]],
-    num_blocks: int,
+    pairs: Sequence[tuple[RankedChoice, RankedChoice]],
 ) -> list[_Bound]:
-    """Add to choices with the first policy and the best one the mix of policies that seems to be faster."""
+    """Find the choices for which two policies, all and nothing recomputed, seem to be faster than one."""
     # a pipeline is planned for blocks that are alike
-    mixed = [i for i, (first, best) in enumerate(bounds) if best.fits > first.fits and not best.is_pipeline]
-    mixed = mixed if num_blocks else []
-    full = [replace(bounds[i][1].choice, remat="full") for i in mixed]
-    smallest = dict(zip(mixed, _bound_choices(subject, machine, num_devices, full), strict=True))
+    mixed = [best.fits > first.fits and not best.is_pipeline for first, best in pairs]
+    choices = [replace(best.choice, remat="full") for _, best in compress(pairs, mixed)]
+    all_full = iter(_bound_choices(subject, machine, num_devices, choices))
     found = []
-    for i, (first, best) in enumerate(bounds):
+    for (first, best), may_mix in zip(pairs, mixed, strict=True):
         bound = _Bound(best.order, best)
-        if i in smallest and smallest[i].fits:
-            mix = _Mix(0, first, num_blocks, smallest[i], num_blocks)
-            none, whole = (each.prediction.seconds.total for each in (first, mix.small))
-            part = mix.guess(machine.rates.memory_bytes) / num_blocks
-            if (order := (False, none + part * (whole - none))) < best.order:
-                bound = _Bound(order, best, mix)
+        if may_mix and (full := next(all_full)).fits:
+            none, whole = (each.prediction.seconds.total for each in (first, full))
+            order = (False, none + _find_part(first, full, machine) * (whole - none))
+            bound = _Bound(order, best, (first, full)) if order < best.order else bound
         found.append(bound)
     return found
 
 
-def _mix_remats(subject: Subject, machine: Machine, num_devices: int, bound: _Bound) -> RankedChoice:
+def _mix_remats(
+    subject: Subject, machine: Machine, num_devices: int, bound: _Bound, num_blocks: int
+) -> RankedChoice:
     """Recompute the fewest blocks that fit, the others not at all; return one policy if that is faster."""
-    mix = bound.mix
-    assert mix is not None
-    while mix.many - mix.few > 1:
-        number = min(max(mix.guess(machine.rates.memory_bytes), mix.few + 1), mix.many - 1)
-        remat = f"full={number},none={mix.num_blocks - number}"
-        (one,) = _bound_choices(subject, machine, num_devices, [replace(bound.best.choice, remat=remat)])
-        mix = mix._replace(many=number, small=one) if one.fits else mix._replace(few=number, large=one)
-    return min(bound.best, mix.small, key=lambda each: each.order)
+    assert bound.ends is not None
+    (large, small), few, many = bound.ends, 0, num_blocks
+    while many - few > 1:
+        number = few + math.ceil(_find_part(large, small, machine) * (many - few))
+        number = min(max(number, few + 1), many - 1)
+        choice = replace(bound.best.choice, remat=f"full={number},none={num_blocks - number}")
+        (one,) = _bound_choices(subject, machine, num_devices, [choice])
+        few, large, many, small = (few, large, number, one) if one.fits else (number, one, many, small)
+    return min(bound.best, small, key=lambda each: each.order)
 
 
 def _simulate(bound: RankedChoice, subject: Subject, machine: Machine, num_devices: int) -> RankedChoice:
