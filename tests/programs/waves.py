@@ -104,23 +104,17 @@ assert len({tuple(each) for each in ISLANDS.all_gather_islands("ends", [float(x)
 
 # 3. an island is asked to stop: all save at a common wave, and go on from there
 steps_to_signal[0] = 4 if ISLAND == 2 else 0
-stopped, text, _ = run("stopped", WAVES, SLOW, steps=40)
+saves = CheckpointPolicy(every_steps=4, keep=4)
+stopped, text, _ = run("stopped", WAVES, SLOW, steps=40, checkpoints=saves)
 assert stopped.stopped_by == signal.SIGTERM
 assert 4 <= stopped.step < 40, stopped.step
 assert stopped.step % WAVES.every == 0
 steps = ISLANDS.all_gather_islands("stopped", stopped.step)
 assert len(set(steps)) == 1, steps
-resumed, text, after = run("stopped", WAVES, steps=stopped.step + 4)
-assert ISLAND or f"resumed from step {stopped.step}" in text, text
-assert resumed.step == stopped.step + 4
 
-# 4. a replay of what was stopped and resumed, on islands of other speeds
-steps = stopped.step + 4
-_, _, again = run("replay", WAVES, SLOW[::-1], steps=steps, replay=FOLDER / "stopped")
-assert again.tobytes() == after.tobytes()
-
-# 5. a run that rolled back, and its replay by islands of other speeds, on which nothing was bad
-faulty, add = [8 if ISLAND == 1 else 0], MetricLog.add
+# 4. one of the islands finds a fault later: all roll back, and skip data
+until = stopped.step + 8
+faulty, add = [stopped.step + 4 if ISLAND == 1 else 0], MetricLog.add
 
 
 def add_fault(self, step, metrics):
@@ -130,16 +124,20 @@ def add_fault(self, step, metrics):
 
 
 MetricLog.add = add_fault
-saves = CheckpointPolicy(every_steps=4, keep=4)
-_, text, rolled = run("rolled", WAVES, SLOW, checkpoints=saves)
-assert ISLAND or "rolling back to step 7 or before, and continuing with later data" in text, text
-_, text, again = run("again", WAVES, SLOW[::-1], checkpoints=saves, replay=FOLDER / "rolled")
-assert again.tobytes() == rolled.tobytes()
+resumed, text, after = run("stopped", WAVES, SLOW, steps=until, checkpoints=saves)
+assert ISLAND or f"resumed from step {stopped.step}" in text, text
+back = f"rolling back to step {stopped.step + 3} or before, and continuing with later data"
+assert ISLAND or back in text, text
+assert resumed.step == until
+
+# 5. a replay of what was stopped, resumed and rolled back, on islands of other speeds without a fault
+_, text, again = run("replay", WAVES, SLOW[::-1], steps=until, checkpoints=saves, replay=FOLDER / "stopped")
+assert again.tobytes() == after.tobytes()
 assert "WARNING" not in text, text
 # the same data was skipped, after the same step
-skips = [skips_file(FOLDER / name, ISLAND).read_text() for name in ("rolled", "again")]
+skips = [skips_file(FOLDER / name, ISLAND).read_text() for name in ("stopped", "replay")]
 assert skips[0] == skips[1]
-assert '"step": 4' in skips[0], skips
+assert '"step": ' in skips[0], skips
 
 if ISLAND == 0:
     sys.stdout.write(json.dumps({"num_parameters": ahead.size, "stopped": stopped.step}))

@@ -34,5 +34,5 @@ def test_waves(tmp_path, mpiexec):
     for island in range(3):
         events = read_wave_log(tmp_path / "stopped", island, 3)
         pushes = [event for event in events if event.kind == "push"]
-        steps = range(EVERY, found["stopped"] + 4 + 1, EVERY)
+        steps = range(EVERY, found["stopped"] + 8 + 1, EVERY)
         assert sorted(pushes) == sorted(Event("push", each, step) for each in range(3) for step in steps)
