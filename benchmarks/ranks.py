@@ -46,6 +46,8 @@ def text_run(config: dict[str, int], folder: Path, **fields: Any) -> Any:
 class CpuQuota:
     """A control group with a part of one core's time, which this process enters and leaves (Linux, root).
 
+    It has this time before processes of other groups.
+
     Args:
       part: of a core; the whole process has it, all threads together.
       root: where control groups are mounted.
@@ -72,8 +74,10 @@ class CpuQuota:
             if self._is_v1:
                 (own / "cpu.cfs_period_us").write_text(str(period))
                 (own / "cpu.cfs_quota_us").write_text(str(quota))
+                (own / "cpu.shares").write_text("262144")
             else:
                 (own / "cpu.max").write_text(f"{quota} {period}")
+                (own / "cpu.weight").write_text("10000")
             (own / "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
             raise SystemExit(f"no control group for processor time can be made here: {error}") from error

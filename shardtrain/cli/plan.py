@@ -151,7 +151,8 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
         problems.append(f"kind {', '.join(own)} has a strategy of its own, and stages have one in common")
     try:
         # the run refuses fields that do not go with stages
-        replace(run.strategy.across, axis="pipeline", partitions=None, shares=None)
+        across = replace(run.strategy.across, axis="pipeline", partitions=None, shares=None)
+        replace(run, strategy=replace(run.strategy, across=across, islands={}))
     except ValueError as problem:
         problems.append(str(problem))
     if problems:
@@ -310,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
             "synchronisation: a plan of one island adds up gradients over data in every step and ignores"
-            " --synchronisation; give a cluster of several islands to plan their synchronisation\n"
+            " --synchronisation\n"
         )
     terminal.out(plan_text(plan, options.most) + pools_text(pools, cluster.islands))
     if options.output is not None and pools.pool.fits:

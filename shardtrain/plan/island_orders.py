@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-MOST_ORDERS = 200
-"""Up to this number of orders all are tried; of more only those of HetPipe's distributions."""
+MOST_LISTED, MOST_ORDERS = 12, 200
+"""Up to this number of islands and of orders all are tried; else only those of HetPipe's distributions."""
 
 Islands = tuple[tuple[int, ...], ...]
 """The kind of the island of each stage, for each pipeline."""
@@ -35,8 +35,8 @@ def list_arrangements(kinds: Sequence[int], num_stages: int) -> set[Islands]:
     >>> sorted(list_arrangements([0, 1, 1, 1], 2))
     [((0, 1), (1, 1)), ((1, 0), (1, 1))]
     """
-    counts = Counter(kinds)
-    if math.factorial(len(kinds)) // math.prod(map(math.factorial, counts.values())) <= MOST_ORDERS:
+    same = map(math.factorial, Counter(kinds).values())
+    if len(kinds) <= MOST_LISTED and math.factorial(len(kinds)) // math.prod(same) <= MOST_ORDERS:
         orders = _list_orders(tuple(kinds))
     else:
         number, half = len(kinds) // num_stages, num_stages // 2

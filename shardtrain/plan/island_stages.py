@@ -23,7 +23,6 @@ from shardtrain.plan.islands import ReplicaPlanner
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import list_allowed_remats
-from shardtrain.plan.subject import Subject
 from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
 from shardtrain.sharding.shares import shares
@@ -82,17 +81,12 @@ class IslandPipelines:
     """
 
     def __init__(self, planner: ReplicaPlanner, *, one_cut: bool = False, unflushed: bool = False) -> None:
-        self._subjects, self._machines = planner.subjects, planner.machines
-        self._cluster, self._space = planner.cluster, planner.space
+        self.subject, self._subjects = planner.subjects[0], planner.subjects
+        self._machines, self._cluster, self._space = planner.machines, planner.cluster, planner.space
         self.link_bytes_per_second, self.speeds = planner.link_bytes_per_second, planner.speeds
         self.synchronisation, self.unflushed, self._one_cut = planner.synchronisation, unflushed, one_cut
         self._predict, self._costs = cache(self._predict_whole), cache(self._compute_costs)
         self._plan_cut = cache(self._plan_pipeline)
-
-    @property
-    def subject(self) -> Subject:
-        """The subject of the first kind of islands."""
-        return self._subjects[0]
 
     def num_devices(self, kind: int) -> int:
         """Return the number of devices of an island of a kind."""

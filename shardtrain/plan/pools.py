@@ -118,8 +118,8 @@ def plan_pools(planner: ReplicaPlanner, pipelines: IslandPipelines | str) -> Poo
             trials.append(Addition(kind=added, pool=pool, verdict=verdict if pool.fits else "does not fit"))
         # of equally fast ones the most: while nothing fits, more islands may
         chosen = min(reversed(trials), key=lambda each: each.seconds)
-        is_faster = chosen.seconds < (1 - LEAST_GAIN) * seconds
-        if chosen.pool is not None and (is_faster or math.isinf(seconds)):
+        least = (1 - LEAST_GAIN) * seconds
+        if chosen.pool is not None and (chosen.seconds < least or math.isinf(seconds)):
             best, seconds, counts[kind] = chosen.pool, chosen.seconds, chosen.kind.count
             for number, each in enumerate(trials):
                 if each is chosen or not math.isinf(each.seconds):

@@ -1,6 +1,7 @@
 """Format which islands of a cluster help, and the ways to use them."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from shardtrain.islands.cluster import IslandKind, add_up_devices
@@ -95,9 +96,10 @@ def _replicas_row(way: ClusterPlan) -> tuple[str, ...]:
 
 
 def _stages_row(way: StagesPlan, kinds: Sequence[IslandKind]) -> tuple[str, ...]:
+    names = Counter(" > ".join(kinds[kind].kind for kind in each) for each in way.islands)
     return (
         name_way(way),
-        " | ".join(" > ".join(kinds[kind].kind for kind in each) for each in way.islands),
+        " | ".join(f"{number} x ({name})" if number > 1 else name for name, number in names.items()),
         way.cuts,
         ",".join(map(str, way.rows)),
         f"{way.accumulate}" + f", {way.in_flight} in flight" * (way.in_flight > 1),
@@ -105,5 +107,5 @@ def _stages_row(way: StagesPlan, kinds: Sequence[IslandKind]) -> tuple[str, ...]
         seconds_text(way.slowest.compute_seconds),
         seconds_text(way.slowest.bubble_seconds),
         seconds_text(way.join_seconds),
-        ", ".join(map(bytes_text, way.memory_bytes)),
+        ", ".join(dict.fromkeys(map(bytes_text, way.memory_bytes))),
     )
