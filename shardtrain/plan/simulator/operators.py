@@ -51,6 +51,7 @@ class Operator:
       names: its dim names in the rules of a layout.
       kept_bytes: memory of a parameter, its gradient and optimizer state.
       scope: the model's operator of which it is a part, or path of the parameter; "" if that is not known.
+      leads: whether it is the model's operator itself, which the others of its scope follow.
       result: dim names of its result.
     """
 
@@ -61,6 +62,7 @@ class Operator:
     work: tuple[Work, ...]
     kept_bytes: float = 0.0
     scope: str = ""
+    leads: bool = False
     result: tuple[str | None, ...] = ()
 
 
@@ -110,17 +112,24 @@ class Operators:
 
     @cached_property
     def groups(self) -> Mapping[int, tuple[int, ...]]:
-        """First operator of a scope -> all of the scope, which a run shards by the dims of the first.
+        """Product, convolution or lookup -> the operators that follow it: its scope, and its parameter.
 
         Without any scope, each operator is a group.
         """
         if not any(each.scope for each in self.operators):
             return {number: (number,) for number in range(len(self.operators))}
-        of_scope: defaultdict[str, list[int]] = defaultdict(list)
+        leads: dict[str, int] = {}
         for number, each in enumerate(self.operators):
-            if each.scope:
-                of_scope[each.scope].append(number)
-        return {numbers[0]: tuple(numbers) for numbers in of_scope.values()}
+            if each.leads:
+                leads.setdefault(each.scope, number)
+        # a parameter with several readers follows the last
+        readers = {scope.split(":")[0]: scope for scope in leads}
+        found: dict[int, list[int]] = {lead: [] for lead in leads.values()}
+        for number, each in enumerate(self.operators):
+            lead = leads.get(readers.get(each.scope, each.scope))
+            if lead is not None:
+                found[lead].append(number)
+        return {lead: tuple(numbers) for lead, numbers in found.items()}
 
 
 def find_dims(names: Iterable[str | None]) -> list[str]:
@@ -146,7 +155,7 @@ IN_ORDER = frozenset(
 )
 """Kernels that need all of a dim at once; only examples are split."""
 
-REARRANGING = frozenset(("copy", "reduce_sum", "transpose"))
+REARRANGING = frozenset(("copy", "reduce_sum", "split", "transpose", "unstack"))
 """Kernels that only move elements, unless they add them up."""
 
 
@@ -212,7 +221,9 @@ class _Walk:
     def _add_operator(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
         arrays = program.arrays
         dims = dict.fromkeys(name for i in kernel.writes for name in arrays[i].dims if name)
-        for i in kernel.reads:
+        # partial sums of one parameter's gradient are added up before they are sent
+        reads = kernel.reads[-1:] if kernel.name == "add_any" and axes.BATCH not in dims else kernel.reads
+        for i in reads:
             use = Use(operator=len(self.operators), messages=trips, num_bytes=trips * arrays[i].num_bytes)
             self.uses[scope, i].append(use)
         for i in kernel.writes:
@@ -225,6 +236,7 @@ class _Walk:
                 sizes=_find_sizes(program, kernel),
                 work=tuple(_list_work(program, kernel, trips)),
                 scope=kernel.scope,
+                leads=kernel.name in kernel.scope.split(":"),
                 result=_rename(arrays[kernel.writes[0]].dims) if kernel.writes else (),
             )
         )
@@ -232,10 +244,10 @@ class _Walk:
     def _rearranges(self, program: Program, kernel: Kernel, scope: tuple[int, ...]) -> bool:
         """Return whether a kernel only moves the elements of one array, so that sums may stay partial."""
         arrays = program.arrays
-        if kernel.name not in REARRANGING or (len(kernel.reads), len(kernel.writes)) != (1, 1):
+        if kernel.name not in REARRANGING or len(kernel.reads) != 1:
             return False
         known = self._root((scope, kernel.reads[0])) in self.source
-        return known and arrays[kernel.reads[0]].num_bytes == arrays[kernel.writes[0]].num_bytes
+        return known and arrays[kernel.reads[0]].num_bytes == sum(arrays[i].num_bytes for i in kernel.writes)
 
     def _add_work(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
         """Add a kernel to the operator whose result it rearranges."""
@@ -243,7 +255,11 @@ class _Walk:
         number = self.source[made][0]
         before = self.operators[number]
         self.operators[number] = replace(before, work=(*before.work, *_list_work(program, kernel, trips)))
-        self.same[scope, kernel.writes[0]] = made
+        for i in kernel.writes:
+            if len(kernel.writes) == 1:
+                self.same[scope, i] = made
+            else:
+                self.source[scope, i] = (number, frozenset(find_dims(program.arrays[i].dims)))
 
     def _add_loop(self, number: int, kernel: Kernel, body: Program) -> None:
         """Add the operators of a loop's body."""
