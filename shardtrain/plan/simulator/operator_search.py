@@ -184,7 +184,7 @@ def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Ran
         lead = leads[start]
         found = tuple(None if i in free else dim for i, dim in enumerate(first.shardings[lead]))
         for axis in rng.sample(free, len(free)):
-            dim = rng.choice((None, *space.graph.operators[lead].sizes))
+            dim = rng.choice((None, *space.graph.operators[lead].choices))
             tried = (*found[:axis], dim, *found[axis + 1 :])
             found = tried if space.fits(lead, tried) else found
         new[lead] = found
@@ -194,6 +194,7 @@ def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Ran
         new = {
             lead: (*shardings[lead][:axis], dim, *shardings[lead][axis + 1 :])
             for lead in leads[start : start + length]
+            if dim in (None, first.shardings[lead][axis], *space.graph.operators[lead].choices)
         }
     tied = {
         member: first.shardings[member]
@@ -219,7 +220,8 @@ def _project(first: ShardedStep, number: int, sharding: Sharding) -> Sharding:
     for options in (sharding, own):
         for axis, dim in enumerate(options):
             tried = (*found[:axis], dim, *found[axis + 1 :])
-            found = tried if found[axis] is None and space.fits(number, tried) else found
+            is_new = found[axis] is None and (options is sharding or dim not in found)
+            found = tried if is_new and space.fits(number, tried) else found
     return found
 
 
@@ -278,11 +280,12 @@ def plan_operators(
     ruled = _rank_by_rules(subject, machine, num_devices, layout, graph)
     best, by_rules = ruled[0]
     most_bytes = sum(by_rules.sent_bytes.values()) if by_rules.judged.fits else math.inf
-    # models constrain sequences between operators, too
+    # models constrain sequences and the tokens of experts between operators, which the search does not know
+    has_experts = any("ragged_dot" in each.name for each in graph.operators)
     starts = [
         (each, step)
         for each, step in ruled
-        if set(step.space.sizes) != {axes.DATA} and not each.sequence_sharded
+        if set(step.space.sizes) != {axes.DATA} and not (each.sequence_sharded or has_experts)
     ]
     searched = [
         (

@@ -166,7 +166,8 @@ class ShardedOperators:
     ) -> Iterator[tuple[Sharding, list[Move], int]]:
         """Yield each sharding that operators need of a value, its collectives, and its first user."""
         value = self.graph.values[number]
-        made = tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in shardings[value.source])
+        made = _find_made(value, shardings[value.source])
+        is_sent = value.added is None or made != _find_made(value, shardings[value.added])
         uses = defaultdict(list)
         for use in value.uses:
             uses[_find_required(value, shardings[use.operator])].append(use)
@@ -176,7 +177,7 @@ class ShardedOperators:
             key = (made, required, messages, num_bytes)
             if key not in self._moves:
                 self._moves[key] = list(self._move(*key))
-            yield required, self._moves[key], min(use.operator for use in of_required)
+            yield required, self._moves[key] if is_sent else [], min(use.operator for use in of_required)
 
     def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
         """Yield the collectives from one sharding to another, smaller arrays first."""
@@ -207,6 +208,11 @@ class ShardedOperators:
     def _parts(self, sharding: Sharding, dims: frozenset[str] | set[str]) -> int:
         sizes = self.sizes.values()
         return math.prod(size for size, dim in zip(sizes, sharding, strict=True) if dim in dims)
+
+
+def _find_made(value: Value, sharding: Sharding) -> Sharding:
+    """Return the sharding in which an operator with this sharding makes a value."""
+    return tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in sharding)
 
 
 def _find_required(value: Value, sharding: Sharding) -> Sharding:
