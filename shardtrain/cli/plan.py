@@ -109,8 +109,8 @@ def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: Ki
     text = operators_text(found, options.proposals)
     if options.output is None:
         return text
-    if not found.is_faster:
-        return f"{text}not written, as the best layout by rules is as fast\n"
+    if found.best is None:
+        return f"{text}not written, as no operators are better than the best layout by rules\n"
     return text + _write(options.output, make_operator_strategy(run, subject.batch, found, remat))
 
 

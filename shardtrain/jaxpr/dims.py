@@ -103,6 +103,7 @@ MOVES: Mapping[str, Callable[[Any, int], Moves]] = {
     "gather": _gather,
     "squeeze": lambda equation, _: _remove(equation, equation.params["dimensions"]),
     "transpose": lambda equation, _: {dim: to for to, dim in enumerate(equation.params["permutation"])},
+    "unstack": lambda equation, _: _remove(equation, (equation.params["axis"],)),
 }
 """Primitive -> how its dims move."""
 

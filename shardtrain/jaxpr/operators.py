@@ -19,11 +19,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.errors.messages import near, refuse
-from shardtrain.jaxpr.dims import find_moves, find_summed
+from shardtrain.jaxpr.dims import OPAQUE, find_moves, find_summed
 from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, scan_counts, split_operands
 from shardtrain.jaxpr.forward import bind, forward
 from shardtrain.jaxpr.scan_pieces import run_steps
-from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems
+from shardtrain.sharding.single_arrays import Shards, find_axes, find_shard_problems, is_operator
 
 CONVOLUTION, LOOKUP = "conv_general_dilated", "gather"
 KINDS = (CONVOLUTION, LOOKUP, "dot_general")
@@ -61,12 +61,14 @@ class _Value:
       path: of the parameter, or of the module that computed it.
       is_weight: whether it depends on parameters and constants only.
       maker: name of the newest operator whose result it is, up to elementwise operations.
+      shards: axis -> the dim that it splits, as in the maker's result; None if the maker has no shards.
     """
 
     array: Any
     path: str | None = None
     is_weight: bool = False
     maker: str = ""
+    shards: Mapping[str, int] | None = None
 
 
 def split_key(key: str) -> tuple[str, range | None]:
@@ -84,7 +86,8 @@ class OperatorPass:
     """Computes programs with the shardings of a table, and lists their operators.
 
     Args:
-      table: key -> shards. A key is the name of an operator, or, as in "NAME[2-5]", of some steps of a scan.
+      table: key -> shards. A key is the name of an operator, or, as in "NAME[2-5]", of some steps of a scan;
+        or the path of a parameter, whose own constraints the model leaves out.
       sizes: axis -> size.
       scoped: whether each equation is in a named scope of the newest operator that it depends on.
       operators: name -> operator.
@@ -123,7 +126,7 @@ class OperatorPass:
         Raises:
           ValueError: lists them.
         """
-        for key in self.table:
+        for key in filter(is_operator, self.table):
             name, blocks = split_key(key)
             if name not in self.operators:
                 self.problems[f"there is no operator {near(name, self.operators)}"] = None
@@ -154,13 +157,32 @@ class OperatorPass:
         is_kind = _find_plain(equation).primitive.name in KINDS and not is_weight
         if is_kind and (operator := self._find_operator(equation, values, path or "")):
             inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
-            return [_Value(self._shard(equation, values, operator), inside, maker=operator.name)]
+            shards = self._find_shards(operator.name)
+            own = shards and {axis: int(dim) for axis, dim in shards.items() if dim.isdigit()}
+            return [_Value(self._shard(equation, values, operator), inside, maker=operator.name, shards=own)]
         maker = max((value.maker for value in values), key=self._number, default="")
-        if name == "sharding_constraint" and self._find_shards(maker) is not None:
+        if name == "sharding_constraint" and (path in self.table or self._find_shards(maker) is not None):
             return values
+        shards = next((v.shards for v in values if maker and v.maker == maker and v.shards is not None), None)
+        arrays = [value.array for value in values]
         with self._scope(maker):
-            arrays = bind(equation, [value.array for value in values])
-        return [_Value(x, path, is_weight, maker) for x in arrays]
+            if shards is None or name in OPAQUE:
+                return [_Value(x, path, is_weight, maker) for x in bind(equation, arrays)]
+            newest = next(n for n, v in enumerate(values) if v.maker == maker and v.shards is not None)
+            found = []
+            moves = find_moves(equation, newest, 0)
+            ours = {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
+            for n, x in enumerate(arrays):
+                back = {to: dim for dim, to in find_moves(equation, n, 0).items()}
+                if n != newest and getattr(x, "ndim", 0):
+                    arrays[n] = _constrain(x, {axis: back[dim] for axis, dim in ours.items() if dim in back})
+            made = bind(equation, arrays)
+        found = []
+        for number, x in enumerate(made):
+            moves = find_moves(equation, newest, number)
+            ours = {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
+            found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours))
+        return found
 
     def _compute_call(self, equation: Any, called: ClosedJaxpr, values: list[_Value]) -> Sequence[_Value]:
         if equation.primitive.name in CALLS:
@@ -178,7 +200,9 @@ class OperatorPass:
         # later blocks read what the block before made
         _, found = self._trace(called, values)
         for number, made in enumerate(found[:num_carried], num_consts):
-            values[number] = replace(values[number], maker=made.maker or values[number].maker)
+            values[number] = replace(
+                values[number], maker=made.maker or values[number].maker, shards=made.shards
+            )
         consts, carry, rows = split_operands(equation, arrays)
         stacks: list[list[Any]] = []
         for start, end in self._find_segments(reverse=equation.params["reverse"]):
@@ -339,7 +363,27 @@ def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, sha
         for dims in (*operator.operands, [str(number) for number in range(ndim)])
     ]
     mapped = jax.shard_map(compute, in_specs=tuple(specs[:-1]), out_specs=specs[-1], axis_names=auto)
-    return mapped(*arrays)
+    # so the derivative keeps what was sent, and does not send it again
+    return mapped(*map(lax.with_sharding_constraint, arrays, specs[:-1]))
+
+
+def _follow(equation: Any, values: Sequence[_Value], maker: str, output: int) -> Mapping[str, int] | None:
+    """Return the shards of an output of an equation, which are those of its newest operands."""
+    if equation.primitive.name in OPAQUE:
+        return None
+    for number, value in enumerate(values):
+        if maker and value.maker == maker and value.shards is not None:
+            moves = find_moves(equation, number, output)
+            return {axis: moves[dim] for axis, dim in value.shards.items() if dim in moves}
+    return None
+
+
+def _constrain(array: Any, shards: Mapping[str, int] | None) -> Any:
+    """Return an array with shards."""
+    if not shards and shards is None:
+        return array
+    splits = [tuple(axis for axis, dim in shards.items() if dim == number) for number in range(array.ndim)]
+    return lax.with_sharding_constraint(array, PartitionSpec(*(over or None for over in splits)))
 
 
 def _join(paths: Sequence[str]) -> str | None:

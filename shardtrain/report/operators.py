@@ -1,7 +1,8 @@
 """Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
-from shardtrain.plan.simulator.operator_search import OperatorPlan, StepScore
+from shardtrain.plan.simulator.operator_search import OperatorPlan, SearchResult, ShardedStep, StepScore
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
+from shardtrain.plan.space import mesh_text
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
@@ -9,33 +10,33 @@ MOST_SHOWN = 16
 
 
 def operators_text(plan: OperatorPlan, proposals: int) -> str:
-    """Format the best sharding found from each start, and its differences from rules.
+    """Format the best layout, the best shardings of operators found from each start, and how they differ.
 
     Args:
       plan: the plan.
       proposals: number of proposals from each start.
     """
-    space, best = plan.space, plan.best
-    sizes = " x ".join(map(str, space.sizes.values()))
-    text = (
-        f"\nsharding of {len(space.graph.operators)} operators over {sizes} devices, {proposals} proposals"
-        " from each start\n"
-    )
-    rows = [
-        (name, format_judged(each.start), format_judged(each.found), str(each.accepted))
-        for name, each in plan.searched.items()
+    number = len(plan.by_rules.space.graph.operators)
+    text = f"\nshardings of {number} operators, {proposals} proposals from each layout; collectives overlap\n"
+    rows = [(mesh_text(plan.layout), "rules", *_figures(plan.by_rules), "")]
+    rows += [
+        (mesh_text(layout), "operators", *_figures(each.best), str(each.accepted))
+        for layout, each in plan.searched
     ]
-    text += table_text(("start", "step", "best found", "kept"), rows)
-    start = plan.searched[f"rules: {plan.rules}"].start
-    if start.fits:
-        beside = f"{100 * (1 - best.found.seconds / start.seconds):.1f}% less than the best layout by rules"
-    else:
-        beside = "and the best layout by rules is too large"
-    text += (
-        f"best: {format_judged(best.found)}, {beside}; {bytes_text(space.memory_bytes(best.shardings))} of"
-        " parameters, gradients, optimizer state and kept activations\n"
-    )
-    return text + _differences(plan)
+    text += table_text(("layout", "shards by", "step", "sent", "memory", "kept"), rows)
+    if plan.best is None:
+        return f"{text}best: the layout {mesh_text(plan.layout)}\n"
+    layout, best = plan.best
+    gained = f"{100 * (1 - best.best.judged.seconds / plan.by_rules.judged.seconds):.1f}% less than"
+    if not plan.by_rules.judged.fits:
+        gained = "which fits, unlike"
+    text += f"best: operators on {mesh_text(layout)}, {gained} the best layout by rules\n"
+    return text + _differences(best)
+
+
+def _figures(step: ShardedStep) -> tuple[str, str, str]:
+    sent, kept = sum(step.sent_bytes.values()), step.space.memory_bytes(step.shardings)
+    return format_judged(step.judged), bytes_text(sent), bytes_text(kept)
 
 
 def format_judged(judged: StepScore) -> str:
@@ -47,22 +48,20 @@ def format_judged(judged: StepScore) -> str:
     return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")
 
 
-def _differences(plan: OperatorPlan) -> str:
-    space, best = plan.space, plan.best.shardings
+def _differences(found: SearchResult) -> str:
+    space, ruled, best = found.best.space, found.start.shardings, found.best.shardings
     different = [
         (max(space.seconds(i, rule), space.seconds(i, found)), i)
-        for i, (rule, found) in enumerate(zip(plan.by_rules, best, strict=True))
+        for i, (rule, found) in enumerate(zip(ruled, best, strict=True))
         if split_text(space, rule) != split_text(space, found)
     ]
-    if not different:
-        return "it shards every operator as the rules do\n"
     shown = sorted(different, reverse=True)[:MOST_SHOWN]
     rows = [
         (
             space.graph.operators[i].name,
-            split_text(space, plan.by_rules[i]),
+            split_text(space, ruled[i]),
             split_text(space, best[i]),
-            seconds_text(space.seconds(i, plan.by_rules[i])),
+            seconds_text(space.seconds(i, ruled[i])),
             seconds_text(space.seconds(i, best[i])),
         )
         for _, i in shown

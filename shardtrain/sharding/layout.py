@@ -148,11 +148,6 @@ class Layout:
         return self.activation_rules[axes.BATCH]
 
     @property
-    def of_operators(self) -> Mapping[str, Shards]:
-        """The shardings of single operators, without those of parameters."""
-        return {name: shards for name, shards in self.operators.items() if is_operator(name)}
-
-    @property
     def of_parameters(self) -> Mapping[str, Shards]:
         """The shardings of single parameters, by path."""
         return {name: shards for name, shards in self.operators.items() if not is_operator(name)}

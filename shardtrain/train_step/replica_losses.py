@@ -56,7 +56,7 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
         return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
     # held-out losses may lack an operator
-    sharded = shard_operators(replica, placement.layout.of_operators, placement.mesh.shape, strict=False)
+    sharded = shard_operators(replica, placement.layout.operators, placement.mesh.shape, strict=False)
     each = map_replicas(sharded, (None, None, None, 0, 0), placement, model.axis_name)
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:

@@ -36,7 +36,7 @@ def trace_operators(
     num_rows = next(iter(batch.values())).shape[0] // num_replicas
     rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     params, model_state = jax.eval_shape(model.init, new_key(0))
-    each = OperatorPass(table=layout.of_operators, sizes=mesh.shape)
+    each = OperatorPass(table=layout.operators, sizes=mesh.shape)
 
     def compute(params: Any, model_state: Any, rows: Any) -> Any:
         return sum_loss(loss, BoundModel(model, params, model_state, row_key(new_key(0), 0, num_rows)), rows)

@@ -20,6 +20,7 @@ from shardtrain.plan.layers.partition import TYPE_I, TYPE_II, TYPE_III, Split
 from shardtrain.plan.simulator.operator_search import OperatorPlan
 from shardtrain.plan.simulator.operators import Operator as PlannedOperator
 from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.sharding.single_arrays import OPERATOR_AXES, Shards, is_operator
 from shardtrain.train_step.traced_operators import trace_operators
@@ -30,26 +31,35 @@ Batch = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def make_operator_strategy(run: Run, batch: Batch, plan: OperatorPlan, remat: str | None) -> Strategy:
-    """Return a run's strategy with the best shardings of operators.
+    """Return a run's strategy with the best layout, and the operators that are not sharded by its rules.
 
     Args:
       run: the run.
       batch: name -> shape and dtype.
-      plan: the result of the search.
+      plan: the result of the search, which has a best.
       remat: the remat policy for which it searched.
     """
-    operators, graph, sizes = _trace(run, batch, plan.mesh), plan.space.graph, plan.mesh
+    assert plan.best is not None
+    layout, found = plan.best
+    space, shapes = found.best.space, _shapes(run)
+    operators = _trace(run, batch, layout)
     table: dict[str, Shards] = {}
-    for number in graph.groups:
-        each = graph.operators[number]
-        pairs = zip(sizes, plan.best.shardings[number], strict=True)
-        split = {axis: dim for axis, dim in pairs if dim is not None}
-        if each.kind == "update":
-            dims = {str(n): size for n, size in enumerate(_shapes(run)[each.scope])}
-            table[each.scope] = _fit(dims, sizes, _list_named(each, dims, split))
-        elif (found := operators.get(each.scope)) is not None:
-            table[each.scope] = _fit(found.dims, sizes, _list_named(each, found.dims, split))
-    return _make_strategy(replace(run, strategy=replace(run.strategy, remat=remat)), sizes, table)
+    for lead, members in space.graph.groups.items():
+        if found.best.shardings[lead] == found.start.shardings[lead]:
+            continue
+        for number in members:
+            each = space.graph.operators[number]
+            if number == lead:
+                dims = operators[each.scope].dims
+            elif each.kind == "update":
+                dims = {str(n): size for n, size in enumerate(shapes[each.scope])}
+            else:
+                continue
+            pairs = zip(space.sizes, found.best.shardings[number], strict=True)
+            split = {axis: dim for axis, dim in pairs if dim and axis != axes.DATA}
+            table[each.scope] = _fit(dims, space.sizes, _list_named(each, dims, split))
+    strategy = replace(run.strategy, layout=replace(layout, operators=table), remat=remat)
+    return replace(strategy, accumulate=1, islands={})
 
 
 def make_layer_strategy(run: Run, batch: Batch, plan: LayerPlan) -> Strategy:
@@ -79,7 +89,9 @@ def make_layer_strategy(run: Run, batch: Batch, plan: LayerPlan) -> Strategy:
             f" {', '.join(OPERATOR_AXES)}; plan for {2 ** len(OPERATOR_AXES)} devices"
         )
     sizes = {axis: 2 ** len(same) for axis, same in zip(OPERATOR_AXES, runs, strict=False)}
-    operators, shapes = _trace(run, batch, sizes), _shapes(run)
+    # all axes split operators, so that no rows are a replica's
+    whole = replace(run.strategy.layout, mesh=sizes, operators={"": dict.fromkeys(sizes, "0")})
+    operators, shapes = _trace(run, batch, whole), _shapes(run)
     blocks: dict[str, dict[int, Shards]] = {}
     table: dict[str, Shards] = {}
     for number, layer in enumerate(plan.layers):
@@ -101,10 +113,9 @@ def make_layer_strategy(run: Run, batch: Batch, plan: LayerPlan) -> Strategy:
     return _make_strategy(run, sizes, table)
 
 
-def _trace(run: Run, batch: Batch, sizes: Mapping[str, int]) -> Mapping[str, Operator]:
-    """Return the operators of a run whose axes all split operators, so that no rows are a replica's."""
-    layout = replace(run.strategy.layout, mesh=sizes, operators={"": dict.fromkeys(sizes, "0")})
-    mesh = abstract_mesh(axis_sizes(sizes, prod(sizes.values())))
+def _trace(run: Run, batch: Batch, layout: Layout) -> Mapping[str, Operator]:
+    """Return the operators of a run with a layout."""
+    mesh = abstract_mesh(axis_sizes(layout.mesh, prod(layout.mesh.values())))
     return trace_operators(make_model(run), run.loss, batch, layout, mesh).operators
 
 

@@ -1,12 +1,12 @@
-"""Search the sharding of each operator of a run by a Markov chain, and compare it with the best layout.
+"""Search a sharding for each operator of a layout by a Markov chain, and compare it with the best layout.
 
 The search is the one of FlexFlow (Jia et al. 2019, section 6): a change is proposed, simulated, and kept by
-the rule of Metropolis. What a run shards together changes together (`Operators.groups`).
+the rule of Metropolis. What a run shards together changes together (`Operators.groups`), and the axis data
+splits rows alone.
 """
 
 import math
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +18,11 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
 from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
 from shardtrain.plan.simulator.task_graph import Key, Task, simulate
-from shardtrain.plan.space import list_layouts, mesh_text
+from shardtrain.plan.space import list_layouts
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace_loss
 from shardtrain.plan.traced_experts import TracedExperts
-from shardtrain.sharding.axis_sizes import axis_sizes, divisors
+from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.single_arrays import OPERATOR_AXES
 
@@ -32,7 +32,8 @@ BETA = 300.0
 MEAN_RUN = 8
 """Mean number of consecutive operators of a proposal that changes several."""
 
-MOST_AXES = len(OPERATOR_AXES)
+NUM_STARTS = 3
+"""Number of layouts from which it searches, the fastest ones with an axis that may split anything."""
 
 TOO_LARGE = 10.0
 """Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
@@ -113,26 +114,34 @@ class ShardedStep:
         seconds = simulate(self.tasks).makespan
         return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
+    @cached_property
+    def sent_bytes(self) -> Mapping[tuple[str, ...], float]:
+        """Mesh axes -> the bytes that each device sends over them."""
+        return self.space.sent_bytes(self.shardings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search.
 
     Args:
-      shardings: the best sharding of each operator.
-      start: score of the start.
-      found: score of the best step.
+      start: the step at the start.
+      best: the best step.
       accepted: number of kept proposals.
     """
 
-    shardings: tuple[Sharding, ...]
-    start: StepScore
-    found: StepScore
+    start: ShardedStep
+    best: ShardedStep
     accepted: int
 
 
 def search_shardings(
-    space: ShardedOperators, start: Sequence[Sharding], *, proposals: int, seed: int = 0
+    space: ShardedOperators,
+    start: Sequence[Sharding],
+    *,
+    proposals: int,
+    seed: int = 0,
+    most_bytes: float = math.inf,
 ) -> SearchResult:
     """Search from one start.
 
@@ -143,15 +152,16 @@ def search_shardings(
 
     Args:
       space: the operators on a mesh.
-      start: a sharding of each operator that fits it.
+      start: a sharding of each operator that fits it; a group with that of its first has that of the others.
       proposals: number of proposals.
       seed: seed of the proposals.
+      most_bytes: the most bytes that a device may send in the best step, if it is not the start.
     """
     rng = random.Random(seed)
-    first = now = best = ShardedStep.of(space, _tie(space, start))
+    first = now = best = ShardedStep.of(space, start)
     accepted = 0
     for _ in range(proposals):
-        new = _proposal(space, now.shardings, rng)
+        new = _proposal(first, now.shardings, rng)
         if not new:
             continue
         tried = now.changed(new)
@@ -159,66 +169,59 @@ def search_shardings(
         if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
             continue
         now, accepted = tried, accepted + 1
-        if tried.judged.cost < best.judged.cost:
+        if tried.judged.cost < best.judged.cost and sum(tried.sent_bytes.values()) <= most_bytes:
             best = tried
-    return SearchResult(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
+    return SearchResult(start=first, best=best, accepted=accepted)
 
 
-def draw_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
-    """Return a random sharding of each operator."""
-    rng = random.Random(seed)
-    return tuple(_any_sharding(space, number, rng) for number in range(len(space.graph.operators)))
-
-
-def _any_sharding(space: ShardedOperators, number: int, rng: random.Random) -> Sharding:
-    """Return a random sharding that fits an operator."""
-    options = (None, *space.graph.operators[number].sizes)
-    found: Sharding = (None,) * len(space.sizes)
-    for axis in rng.sample(range(len(found)), len(found)):
-        tried = (*found[:axis], rng.choice(options), *found[axis + 1 :])
-        found = tried if space.fits(number, tried) else found
-    return found
-
-
-def _proposal(
-    space: ShardedOperators, shardings: Sequence[Sharding], rng: random.Random
-) -> dict[int, Sharding]:
+def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Random) -> dict[int, Sharding]:
     """Return new shardings of some operators that fit them."""
-    leads = list(space.graph.groups)
-    first = rng.randrange(len(leads))
+    space = first.space
+    leads, free = list(space.graph.groups), [i for i, axis in enumerate(space.sizes) if axis != axes.DATA]
+    start = rng.randrange(len(leads))
+    new = {}
     if rng.random() < 0.5:
-        new = {leads[first]: _any_sharding(space, leads[first], rng)}
+        lead = leads[start]
+        found = tuple(None if i in free else dim for i, dim in enumerate(first.shardings[lead]))
+        for axis in rng.sample(free, len(free)):
+            dim = rng.choice((None, *space.graph.operators[lead].choices))
+            tried = (*found[:axis], dim, *found[axis + 1 :])
+            found = tried if space.fits(lead, tried) else found
+        new[lead] = found
     else:
         length = 1 + int(rng.expovariate(1 / MEAN_RUN))
-        axis, dim = rng.randrange(len(space.sizes)), rng.choice((None, *space.dims))
+        axis, dim = rng.choice(free), rng.choice((None, *space.dims))
         new = {
-            number: (*shardings[number][:axis], dim, *shardings[number][axis + 1 :])
-            for number in leads[first : first + length]
+            lead: (*shardings[lead][:axis], dim, *shardings[lead][axis + 1 :])
+            for lead in leads[start : start + length]
+            if dim in (None, first.shardings[lead][axis], *space.graph.operators[lead].choices)
         }
-    fitting = {number: sharding for number, sharding in new.items() if space.fits(number, sharding)}
     tied = {
-        member: _project(space, member, sharding)
-        for number, sharding in fitting.items()
-        for member in space.graph.groups[number]
+        member: first.shardings[member]
+        if sharding == first.shardings[lead]
+        else _project(first, member, sharding)
+        for lead, sharding in new.items()
+        if space.fits(lead, sharding)
+        for member in space.graph.groups[lead]
     }
     return {number: sharding for number, sharding in tied.items() if sharding != shardings[number]}
 
 
-def _tie(space: ShardedOperators, shardings: Sequence[Sharding]) -> list[Sharding]:
-    """Return shardings in which all operators of a group are sharded by the dims of its first."""
-    found = list(shardings)
-    for lead, members in space.graph.groups.items():
-        for member in members:
-            found[member] = _project(space, member, shardings[lead])
-    return found
+def _project(first: ShardedStep, number: int, sharding: Sharding) -> Sharding:
+    """Return a sharding with only the dims that an operator has.
 
-
-def _project(space: ShardedOperators, number: int, sharding: Sharding) -> Sharding:
-    """Return a sharding with only the dims that an operator has."""
+    A parameter keeps its own on axes that split something else of its operator, where its gradient is summed.
+    """
+    space = first.space
     found: Sharding = (None,) * len(sharding)
-    for axis, dim in enumerate(sharding):
-        tried = (*found[:axis], dim, *found[axis + 1 :])
-        found = tried if space.fits(number, tried) else found
+    is_parameter = space.graph.operators[number].kind == "update"
+    pairs = zip(sharding, first.shardings[number], strict=True)
+    own = tuple(ruled if dim and is_parameter else None for dim, ruled in pairs)
+    for options in (sharding, own):
+        for axis, dim in enumerate(options):
+            tried = (*found[:axis], dim, *found[axis + 1 :])
+            is_new = found[axis] is None and (options is sharding or dim not in found)
+            found = tried if is_new and space.fits(number, tried) else found
     return found
 
 
@@ -227,31 +230,22 @@ class OperatorPlan:
     """The result of a search over the shardings of operators.
 
     Args:
-      space: the operators on a mesh.
-      rules: the best layout by rules, as on the command line.
-      by_rules: its sharding of each operator.
-      searched: name of a start -> result of the search from it.
+      layout: the best layout.
+      by_rules: the step whose operators its rules shard.
+      searched: layouts, and the results of searches from their rules.
     """
 
-    space: ShardedOperators
-    rules: str
-    by_rules: tuple[Sharding, ...]
-    searched: Mapping[str, SearchResult]
+    layout: Layout
+    by_rules: ShardedStep
+    searched: Sequence[tuple[Layout, SearchResult]]
 
     @property
-    def best(self) -> SearchResult:
-        """The best result of all starts."""
-        return min(self.searched.values(), key=lambda each: each.found.cost)
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the best is faster than rules."""
-        return self.best.found.cost < ShardedStep.of(self.space, self.by_rules).judged.cost
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The axes of a run: axis -> size."""
-        return dict(zip(OPERATOR_AXES, self.space.sizes.values(), strict=False))
+    def best(self) -> tuple[Layout, SearchResult] | None:
+        """The best layout with shardings of operators, if it is faster than the best layout."""
+        found = min(self.searched, key=lambda each: each[1].best.judged.cost, default=None)
+        if found is None or found[1].best.judged.cost >= self.by_rules.judged.cost:
+            return None
+        return found
 
 
 def plan_operators(
@@ -264,7 +258,9 @@ def plan_operators(
     proposals: int,
     seed: int,
 ) -> OperatorPlan:
-    """Search the shardings of all operators from three starts: data parallel, the best layout, and random.
+    """Search the shardings of all operators from the best layouts.
+
+    What is found sends no more bytes than the best layout, unless that does not fit.
 
     Args:
       subject: the model, its loss, optimizer and batch.
@@ -273,7 +269,7 @@ def plan_operators(
       layout: rules and fixed axis sizes of all layouts.
       remat: remat policy.
       proposals: number of proposals from each start.
-      seed: seed of the random start and the proposals.
+      seed: seed of the proposals.
 
     Raises:
       ValueError: there is only one device, or no layout without a pipeline.
@@ -281,16 +277,26 @@ def plan_operators(
     if num_devices == 1:
         raise ValueError("one device has no operators to shard; give 2 devices or more")
     graph = trace_whole_step(subject, num_devices, remat)
-    space, rules, by_rules = _best_by_rules(subject, machine, num_devices, layout, graph)
-    starts = {
-        "data parallel": _shard_by_rules(space, Layout(mesh={axes.DATA: -1}), None),
-        f"rules: {rules}": by_rules,
-        "random": draw_shardings(space, seed),
-    }
-    searched = {
-        name: search_shardings(space, start, proposals=proposals, seed=seed) for name, start in starts.items()
-    }
-    return OperatorPlan(space=space, rules=rules, by_rules=by_rules, searched=searched)
+    ruled = _rank_by_rules(subject, machine, num_devices, layout, graph)
+    best, by_rules = ruled[0]
+    most_bytes = sum(by_rules.sent_bytes.values()) if by_rules.judged.fits else math.inf
+    # models constrain sequences and the tokens of experts between operators, which the search does not know
+    has_experts = any("ragged_dot" in each.name for each in graph.operators)
+    starts = [
+        (each, step)
+        for each, step in ruled
+        if set(step.space.sizes) != {axes.DATA} and not (each.sequence_sharded or has_experts)
+    ]
+    searched = [
+        (
+            found,
+            search_shardings(
+                step.space, step.shardings, proposals=proposals, seed=seed, most_bytes=most_bytes
+            ),
+        )
+        for found, step in starts[:NUM_STARTS]
+    ]
+    return OperatorPlan(layout=best, by_rules=by_rules, searched=searched)
 
 
 def trace_whole_step(subject: Subject, num_devices: int, remat: str | None) -> Operators:
@@ -304,8 +310,8 @@ def trace_whole_step(subject: Subject, num_devices: int, remat: str | None) -> O
 
 def shard_by_rules(
     graph: Operators, machine: Machine, sizes: Mapping[str, int], layout: Layout
-) -> tuple[ShardedOperators, tuple[Sharding, ...]]:
-    """Return operators on the mesh of a layout, and how its rules shard each.
+) -> ShardedStep:
+    """Return the step of operators on the mesh of a layout, as its rules shard each.
 
     Args:
       graph: the operators.
@@ -313,75 +319,41 @@ def shard_by_rules(
       sizes: axis -> size.
       layout: completed for the model.
     """
-    space = ShardedOperators(graph=graph, machine=machine, sizes=_split_axes(sizes))
-    return space, _shard_by_rules(space, layout, [axis.split()[0] for axis in space.sizes])
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    space = ShardedOperators(graph=graph, machine=machine, sizes=used)
+    found = []
+    for number, operator in enumerate(graph.operators):
+        sharding: Sharding = (None,) * len(used)
+        for position, axis in enumerate(used):
+            for dim in _list_ruled(operator, layout, axis):
+                tried = (*sharding[:position], dim, *sharding[position + 1 :])
+                if sharding[position] is None and space.fits(number, tried):
+                    sharding = tried
+        found.append(sharding)
+    return ShardedStep.of(space, found)
 
 
-def _best_by_rules(
+def _rank_by_rules(
     subject: Subject, machine: Machine, num_devices: int, layout: Layout, graph: Operators
-) -> tuple[ShardedOperators, str, tuple[Sharding, ...]]:
-    """Return the layout whose rules give the fastest step, its mesh and its sharding of each operator."""
+) -> list[tuple[Layout, ShardedStep]]:
+    """Return layouts and the steps that their rules shard, the fastest first."""
     found = []
     for each in list_layouts(num_devices, layout):
         sizes = axis_sizes(each.mesh, num_devices)
         # all ZeRO stages send the same bytes if gathered weights are kept for the backward
-        if sizes[axes.PIPELINE] > 1 or each.zero != 3 or sum(n > 1 for n in sizes.values()) > MOST_AXES:
+        if each.zero != 3 or any(size > 1 and axis not in OPERATOR_AXES for axis, size in sizes.items()):
             continue
         try:
             completed = subject.state(Choice(layout=each), num_devices).layout
         except ValueError:
             continue
-        space, shardings = shard_by_rules(graph, machine, sizes, completed)
-        found.append(
-            (ShardedStep.of(space, shardings).judged.cost, len(found), space, mesh_text(each), shardings)
-        )
+        found.append((each, shard_by_rules(graph, machine, sizes, completed)))
     if not found:
         raise ValueError(
-            "no layout without a pipeline runs on these devices, and operators are compared with one; leave"
-            " out --fixed pipeline, or use another number of devices"
+            f"no layout over only {', '.join(OPERATOR_AXES)} runs on these devices, and operators are"
+            " compared with one; leave out --fixed of other axes, or use another number of devices"
         )
-    _, _, space, rules, shardings = min(found)
-    return space, rules, shardings
-
-
-def _split_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Split the axes of a mesh, the largest first, until there are as many as single operators may have.
-
-    >>> _split_axes({"data": 6, "fsdp": 1, "tensor": 2})
-    {'data 0': 3, 'data 1': 2, 'tensor 0': 2}
-    """
-    found = [(axis, size) for axis, size in sizes.items() if size > 1]
-    while len(found) < MOST_AXES:
-        size, at = max(
-            ((size, -i) for i, (_, size) in enumerate(found) if len(divisors(size)) > 2), default=(0, 0)
-        )
-        if not size:
-            break
-        axis, least = found[-at][0], divisors(size)[1]
-        found[-at : 1 - at] = [(axis, size // least), (axis, least)]
-    numbers = Counter[str]()
-    names = []
-    for axis, _ in found:
-        names.append(f"{axis} {numbers[axis]}")
-        numbers[axis] += 1
-    return dict(zip(names, (size for _, size in found), strict=True))
-
-
-def _shard_by_rules(
-    space: ShardedOperators, layout: Layout, mesh_axes: Sequence[str] | None
-) -> tuple[Sharding, ...]:
-    """Return how rules shard each operator; without `mesh_axes`, all axes shard the batch."""
-    found = []
-    for number, operator in enumerate(space.graph.operators):
-        sharding: Sharding = (None,) * len(space.sizes)
-        for position in range(len(sharding)):
-            dims = [axes.BATCH] if mesh_axes is None else _list_ruled(operator, layout, mesh_axes[position])
-            for dim in dims:
-                tried = (*sharding[:position], dim, *sharding[position + 1 :])
-                if sharding[position] is None and space.fits(number, tried):
-                    sharding = tried
-        found.append(sharding)
-    return tuple(found)
+    return sorted(found, key=lambda each: each[1].judged.cost)
 
 
 def _list_ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
 from shardtrain.plan.simulator.task_graph import Key, Task
+from shardtrain.plan.traffic import count_sent_bytes
 
 Sharding = tuple[str | None, ...]
 """The dim that each mesh axis shards; None if its devices all do the same."""
 
-Move = tuple[str, tuple[str, ...], float]
-"""A collective, the mesh axes that it runs over, and its seconds."""
+Move = tuple[str, tuple[str, ...], float, float]
+"""A collective, the mesh axes that it runs over, its seconds, and the bytes that a device sends."""
 
 Transfers = Mapping[Sharding, Sequence[Task]]
 """Sharding that operators need -> the tasks that bring a value into it, () if it has it already."""
@@ -133,24 +135,15 @@ class ShardedOperators:
     def transfers(self, number: int, shardings: Sequence[Sharding]) -> Transfers:
         """Return the tasks that bring a value into each sharding that operators need."""
         value = self.graph.values[number]
-        made = tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in shardings[value.source])
-        uses = defaultdict(list)
-        for use in value.uses:
-            uses[_find_required(value, shardings[use.operator])].append(use)
         found = {}
-        for required, of_required in uses.items():
-            messages = max(use.messages for use in of_required)
-            num_bytes = max(use.num_bytes for use in of_required)
-            moves = (made, required, messages, num_bytes)
-            if moves not in self._moves:
-                self._moves[moves] = list(self._move(*moves))
+        for required, moves, first_user in self._list_moves(number, shardings):
             code = tuple(0 if dim is None else 1 + self.dims.index(dim) for dim in required)
             first, needs = (value.source, 1), ((value.source, 0),)
             if value.is_parameter:
-                user = min(use.operator for use in of_required)
-                first, needs = (user - 1, 2), ((user - AHEAD, 0),) if user >= AHEAD else ()
+                first = (first_user - 1, 2)
+                needs = ((first_user - AHEAD, 0),) if first_user >= AHEAD else ()
             tasks: list[Task] = []
-            for step, (kind, over, seconds) in enumerate(self._moves[moves]):
+            for step, (kind, over, seconds, _) in enumerate(moves):
                 key = (*first, number, *code, step)
                 link = self.machine.find_link_name(over, self.sizes)
                 name = f"{kind} of {self.graph.operators[value.source].name}"
@@ -159,6 +152,33 @@ class ShardedOperators:
             found[required] = tasks
         return found
 
+    def sent_bytes(self, shardings: Sequence[Sharding]) -> Mapping[tuple[str, ...], float]:
+        """Return mesh axes -> the bytes that each device sends over them in a step."""
+        found: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for number in range(len(self.graph.values)):
+            for _, moves, _ in self._list_moves(number, shardings):
+                for _, over, _, num_bytes in moves:
+                    found[over] += num_bytes
+        return found
+
+    def _list_moves(
+        self, number: int, shardings: Sequence[Sharding]
+    ) -> Iterator[tuple[Sharding, list[Move], int]]:
+        """Yield each sharding that operators need of a value, its collectives, and its first user."""
+        value = self.graph.values[number]
+        made = _find_made(value, shardings[value.source])
+        is_sent = value.added is None or made != _find_made(value, shardings[value.added])
+        uses = defaultdict(list)
+        for use in value.uses:
+            uses[_find_required(value, shardings[use.operator])].append(use)
+        for required, of_required in uses.items():
+            messages = max(use.messages for use in of_required)
+            num_bytes = max(use.num_bytes for use in of_required)
+            key = (made, required, messages, num_bytes)
+            if key not in self._moves:
+                self._moves[key] = list(self._move(*key))
+            yield required, self._moves[key] if is_sent else [], min(use.operator for use in of_required)
+
     def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
         """Yield the collectives from one sharding to another, smaller arrays first."""
         pairs = list(zip(self.sizes, made, required, strict=True))
@@ -166,20 +186,20 @@ class ShardedOperators:
         split = {axis for axis, a, b in pairs if a != PARTIAL and (a or b)}
         groups = {
             REDUCE_SCATTER: [axis for axis, a, b in pairs if a == PARTIAL and b],
-            ALL_REDUCE: [axis for axis, a, b in pairs if a == PARTIAL and not b],
+            ALL_REDUCE: [axis for axis, a, b in pairs if a == PARTIAL and not b and axis != axes.DATA],
             ALL_TO_ALL: [axis for axis, a, b in pairs if a not in (None, PARTIAL, b) and b],
             ALL_GATHER: [axis for axis, a, b in pairs if a not in (None, PARTIAL) and not b],
         }
-        for kind, over in groups.items():
+        # replicas add up their own sums last
+        last = [axis for axis, a, b in pairs if a == PARTIAL and not b and axis == axes.DATA]
+        for kind, over in (*groups.items(), (ALL_REDUCE, last)):
             if not over:
                 continue
             split = split - set(over) if kind == ALL_GATHER else split
             whole = num_bytes / math.prod(self.sizes[axis] for axis in split)
-            yield (
-                kind,
-                tuple(over),
-                self.machine.collective_seconds(kind, over, self.sizes, whole, messages),
-            )
+            seconds = self.machine.collective_seconds(kind, over, self.sizes, whole, messages)
+            members = math.prod(self.sizes[axis] for axis in over)
+            yield kind, tuple(over), seconds, count_sent_bytes(kind, members, whole)
             split = split | set(over) if kind == REDUCE_SCATTER else split
 
     def _select_device(self, part: Part, sharding: Sharding) -> float:
@@ -188,6 +208,11 @@ class ShardedOperators:
     def _parts(self, sharding: Sharding, dims: frozenset[str] | set[str]) -> int:
         sizes = self.sizes.values()
         return math.prod(size for size, dim in zip(sizes, sharding, strict=True) if dim in dims)
+
+
+def _find_made(value: Value, sharding: Sharding) -> Sharding:
+    """Return the sharding in which an operator with this sharding makes a value."""
+    return tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in sharding)
 
 
 def _find_required(value: Value, sharding: Sharding) -> Sharding:

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.plan.program import Array, CallSizes, Kernel, Program
+from shardtrain.plan.program import ARRIVED_TOKENS, Array, CallSizes, Kernel, Program
 
-SAME_DIM = {axes.RESIDUAL_SEQ: axes.SEQ, axes.KV_HEADS: axes.HEADS}
+SAME_DIM = {axes.RESIDUAL_SEQ: axes.SEQ, axes.KV_HEADS: axes.HEADS, ARRIVED_TOKENS: axes.BATCH}
 """Another name of a dim -> its name here."""
 
 WHOLE = frozenset((axes.LAYERS, axes.HEIGHT, axes.WIDTH))
@@ -51,6 +51,7 @@ class Operator:
       names: its dim names in the rules of a layout.
       kept_bytes: memory of a parameter, its gradient and optimizer state.
       scope: the model's operator of which it is a part, or path of the parameter; "" if that is not known.
+      choices: dims that a run can split; () unless it is the model's operator that its scope is named after.
       result: dim names of its result.
     """
 
@@ -61,6 +62,7 @@ class Operator:
     work: tuple[Work, ...]
     kept_bytes: float = 0.0
     scope: str = ""
+    choices: tuple[str, ...] = ()
     result: tuple[str | None, ...] = ()
 
 
@@ -88,12 +90,14 @@ class Value:
       source: number of the operator that makes it.
       uses: its uses.
       is_parameter: whether it is a parameter, which exists before the step.
+      added: number of an operator whose partial sums are added to it before they are sent, if alike.
     """
 
     dims: frozenset[str]
     source: int
     uses: tuple[Use, ...]
     is_parameter: bool = False
+    added: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +114,24 @@ class Operators:
 
     @cached_property
     def groups(self) -> Mapping[int, tuple[int, ...]]:
-        """First operator of a scope -> all of the scope, which a run shards by the dims of the first.
+        """Product, convolution or lookup -> the operators that follow it: its scope, and its parameter.
 
         Without any scope, each operator is a group.
         """
         if not any(each.scope for each in self.operators):
             return {number: (number,) for number in range(len(self.operators))}
-        of_scope: defaultdict[str, list[int]] = defaultdict(list)
+        leads: dict[str, int] = {}
         for number, each in enumerate(self.operators):
-            if each.scope:
-                of_scope[each.scope].append(number)
-        return {numbers[0]: tuple(numbers) for numbers in of_scope.values()}
+            if each.choices:
+                leads.setdefault(each.scope, number)
+        # a parameter with several readers follows the last
+        readers = {scope.split(":")[0]: scope for scope in leads}
+        found: dict[int, list[int]] = {lead: [] for lead in leads.values()}
+        for number, each in enumerate(self.operators):
+            lead = leads.get(readers.get(each.scope, each.scope))
+            if lead is not None:
+                found[lead].append(number)
+        return {lead: tuple(numbers) for lead, numbers in found.items()}
 
 
 def find_dims(names: Iterable[str | None]) -> list[str]:
@@ -146,7 +157,7 @@ IN_ORDER = frozenset(
 )
 """Kernels that need all of a dim at once; only examples are split."""
 
-REARRANGING = frozenset(("copy", "reduce_sum", "transpose"))
+REARRANGING = frozenset(("copy", "reduce_sum", "split", "transpose", "unstack"))
 """Kernels that only move elements, unless they add them up."""
 
 
@@ -182,6 +193,7 @@ class _Walk:
       uses: array -> its uses.
       carried: the carried arrays of loops: (before the loop, as the body reads it, as the body makes it,
         trips).
+      added: pairs of arrays that are added to be the gradient of a parameter.
       is_backward: whether the loss has been computed.
     """
 
@@ -192,6 +204,7 @@ class _Walk:
     source: dict[_Name, tuple[int, frozenset[str]]] = field(default_factory=dict)
     uses: defaultdict[_Name, list[Use]] = field(default_factory=lambda: defaultdict(list))
     carried: list[tuple[_Name, _Name, _Name, int]] = field(default_factory=list)
+    added: list[tuple[_Name, _Name]] = field(default_factory=list)
     is_backward: bool = False
 
     def add_kernels(self, program: Program, scope: tuple[int, ...], trips: float) -> None:
@@ -203,6 +216,10 @@ class _Walk:
             elif kernel.body is None and moved.intersection(kernel.writes):
                 # a resharding is no operator, as its collectives follow from the operators around it
                 self.same[scope, kernel.writes[0]] = (scope, kernel.reads[0])
+            elif kernel.name == "add_any" and axes.BATCH not in kernel.dims and len(kernel.reads) == 2:
+                # the parts of a parameter's gradient: partial sums are added before they are sent
+                self.same[scope, kernel.writes[0]] = (scope, kernel.reads[0])
+                self.added.append(((scope, kernel.reads[0]), (scope, kernel.reads[1])))
             elif self._rearranges(program, kernel, scope):
                 self._add_work(program, kernel, scope, trips)
             else:
@@ -224,18 +241,25 @@ class _Walk:
                 names=kernel.dims,
                 sizes=_find_sizes(program, kernel),
                 work=tuple(_list_work(program, kernel, trips)),
-                scope=kernel.scope,
+                scope=kernel.scope or self._find_scope(kernel, scope),
+                choices=tuple(_list_choices(program, kernel)),
                 result=_rename(arrays[kernel.writes[0]].dims) if kernel.writes else (),
             )
         )
 
+    def _find_scope(self, kernel: Kernel, scope: tuple[int, ...]) -> str:
+        """Return the scope of what a kernel reads: functions with derivatives of their own have none."""
+        roots = (self._root((scope, i)) for i in kernel.reads)
+        scopes = (self.operators[self.source[root][0]].scope for root in roots if root in self.source)
+        return next(filter(None, scopes), "")
+
     def _rearranges(self, program: Program, kernel: Kernel, scope: tuple[int, ...]) -> bool:
         """Return whether a kernel only moves the elements of one array, so that sums may stay partial."""
         arrays = program.arrays
-        if kernel.name not in REARRANGING or (len(kernel.reads), len(kernel.writes)) != (1, 1):
+        if kernel.name not in REARRANGING or len(kernel.reads) != 1:
             return False
         known = self._root((scope, kernel.reads[0])) in self.source
-        return known and arrays[kernel.reads[0]].num_bytes == arrays[kernel.writes[0]].num_bytes
+        return known and arrays[kernel.reads[0]].num_bytes == sum(arrays[i].num_bytes for i in kernel.writes)
 
     def _add_work(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
         """Add a kernel to the operator whose result it rearranges."""
@@ -243,7 +267,11 @@ class _Walk:
         number = self.source[made][0]
         before = self.operators[number]
         self.operators[number] = replace(before, work=(*before.work, *_list_work(program, kernel, trips)))
-        self.same[scope, kernel.writes[0]] = made
+        for i in kernel.writes:
+            if len(kernel.writes) == 1:
+                self.same[scope, i] = made
+            else:
+                self.source[scope, i] = (number, frozenset(find_dims(program.arrays[i].dims)))
 
     def _add_loop(self, number: int, kernel: Kernel, body: Program) -> None:
         """Add the operators of a loop's body."""
@@ -304,6 +332,9 @@ class _Walk:
                 uses[self._root(before)].append(_repeat_trips(use, 1, trips))
                 if trips > 1:
                     uses[self._root(made)].append(_repeat_trips(use, trips - 1, trips))
+        added = {self._root(other): self._root(one) for one, other in self.added}
+        for other, one in added.items():
+            uses[other] += uses[one]
         for name, (number, dims) in self.source.items():
             if uses[name]:
                 is_parameter = self.operators[number].kind == "update"
@@ -312,7 +343,14 @@ class _Walk:
                     replace(use, messages=use.messages / len(self.parameters)) if is_parameter else use
                     for use in uses[name]
                 ]
-                yield Value(dims=dims, source=number, uses=tuple(found), is_parameter=is_parameter)
+                to = self.source.get(added.get(name, ((), -1)))
+                yield Value(
+                    dims=dims,
+                    source=number,
+                    uses=tuple(found),
+                    is_parameter=is_parameter,
+                    added=None if to is None else to[0],
+                )
 
     def _root(self, name: _Name) -> _Name:
         while name in self.same:
@@ -356,6 +394,17 @@ def _find_sizes(program: Program, kernel: Kernel) -> dict[str, int]:
     if kernel.name in IN_ORDER:
         return {name: size for name, size in found.items() if name == axes.BATCH}
     return {name: size for name, size in found.items() if name != kernel.over}
+
+
+def _list_choices(program: Program, kernel: Kernel) -> list[str]:
+    """Return the dims that a run can split of a kernel, if its scope is named after it."""
+    names = [name for i in kernel.writes for name in find_dims(program.arrays[i].dims)]
+    if kernel.name not in kernel.scope.split(":"):
+        return []
+    if kernel.name == "conv_general_dilated":
+        # the next convolution has another dim of the name of this one's channels
+        names = [axes.BATCH]
+    return [dim for dim in _find_sizes(program, kernel) if kernel.name == "dot_general" or dim in names]
 
 
 def _find_array_sizes(arrays: Sequence[Array]) -> dict[str, int]:
