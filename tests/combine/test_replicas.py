@@ -163,8 +163,8 @@ def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
 def test_a_replica_without_examples_changes_nothing():
     weights = np.where(np.arange(ROWS) < 8, 1, 0).astype(np.float32)
     batch = {**BATCH, "weights": weights}
-    for on, optimizer in (("gradients", SGD), ("deltas", ADAM)):
-        synchronisation = Synchronisation(by="adasum", on=on)
+    cases = (Synchronisation(by="adasum"), SGD), (Synchronisation(by="adasum", on="deltas"), ADAM)
+    for synchronisation, optimizer in cases:
         with_it, _, _ = steps(synchronisation, optimizer, {"data": 2}, batch=batch)
         half = {name: value[:8] for name, value in batch.items()}
         without, _, _ = steps(synchronisation, optimizer, {"data": 1}, batch=half)
