@@ -200,6 +200,7 @@ def main(options: Options) -> None:
                 for key in draw.sample(list(ways), len(ways)):
                     at = folder / f"{batch}_{number}_{list(ways).index(key)}"
                     found[key].append(train(ways[key], options, batch, at))
+                    print(f"{key}: {found[key][-1]:.4f} s a step", flush=True)
             best = min(median(times) for key, times in found.items() if key in HAND_MADE)
             rows = [
                 (key, f"{median(times):.4f}", f"{median(times) / best:.2f}")

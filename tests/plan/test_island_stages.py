@@ -249,3 +249,5 @@ def test_written_islands_are_those_that_the_strategy_is_for(tmp_path):
     assert [each.kind for each in chosen.of_islands] == ["fast", "half", "fast-2"]
     assert add_up_devices(chosen.islands, "watts") == 300.0
     assert add_up_devices(chosen.islands, "memory_gb") is None
+    with pytest.raises(ValueError, match=r"watts is 0\.0; use a number above 0"):
+        ClusterDevice(teraflops=1.0, watts=0.0)
