@@ -43,7 +43,7 @@ class PlanOptions(CompileOptions):
       output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE; with
         operators or layers, what was found for each of them.
       operators: search a sharding for each operator separately, and compare it with the best layout.
-      proposals: number of changes that --operators tries from each of its three starts.
+      proposals: number of changes that --operators tries from each of up to three layouts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.
     """

@@ -194,11 +194,12 @@ def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Ran
         new = {
             lead: (*shardings[lead][:axis], dim, *shardings[lead][axis + 1 :])
             for lead in leads[start : start + length]
-            if dim in (None, first.shardings[lead][axis], *space.graph.operators[lead].choices)
         }
     tied: dict[int, Sharding] = {}
     for lead, sharding in new.items():
-        if space.fits(lead, sharding):
+        choices = (None, *space.graph.operators[lead].choices)
+        is_known = sharding == first.shardings[lead] or all(sharding[axis] in choices for axis in free)
+        if is_known and space.fits(lead, sharding):
             tied |= _tie(first, lead, sharding)
     return {number: sharding for number, sharding in tied.items() if sharding != shardings[number]}
 
