@@ -8,8 +8,9 @@ long sequences over the mesh axis context. rank: 24 ways to run a small decoder 
 processor time of a step beside two predictions: by three rates that are measured first, and by constants
 that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
 it is there. large: seconds to plan 1,024 devices. operators: bytes that the best layout and the best
-shardings of operators send on 8 devices, as predicted and as compiled, for six models. Figures:
-docs/benchmarks/planner.md.
+shardings of operators send on 8 devices, as predicted and as compiled, for six models.
+
+Figures: docs/benchmarks/planner.md.
 """
 
 import argparse

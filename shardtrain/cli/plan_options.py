@@ -47,7 +47,7 @@ class PlanOptions(CompileOptions):
         islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with operators
         or layers, what was found for each of them.
       operators: search a sharding for each operator separately, and compare it with the best layout.
-      proposals: number of changes that --operators tries from each of its three starts.
+      proposals: number of changes that --operators tries from each of up to three layouts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.
     """

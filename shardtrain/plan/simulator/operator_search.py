@@ -194,29 +194,45 @@ def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Ran
         new = {
             lead: (*shardings[lead][:axis], dim, *shardings[lead][axis + 1 :])
             for lead in leads[start : start + length]
-            if dim in (None, first.shardings[lead][axis], *space.graph.operators[lead].choices)
         }
-    tied = {
-        member: first.shardings[member]
-        if sharding == first.shardings[lead]
-        else _project(first, member, sharding)
-        for lead, sharding in new.items()
-        if space.fits(lead, sharding)
-        for member in space.graph.groups[lead]
-    }
+    tied: dict[int, Sharding] = {}
+    for lead, sharding in new.items():
+        choices = (None, *space.graph.operators[lead].choices)
+        is_known = sharding == first.shardings[lead] or all(sharding[axis] in choices for axis in free)
+        if is_known and space.fits(lead, sharding):
+            tied |= _tie(first, lead, sharding)
     return {number: sharding for number, sharding in tied.items() if sharding != shardings[number]}
 
 
-def _project(first: ShardedStep, number: int, sharding: Sharding) -> Sharding:
-    """Return a sharding with only the dims that an operator has.
+def _tie(first: ShardedStep, lead: int, sharding: Sharding) -> dict[int, Sharding]:
+    """Return the shardings of the operators that follow one, which has a new sharding."""
+    operators, members = first.space.graph.operators, first.space.graph.groups[lead]
+    if sharding == first.shardings[lead]:
+        return {member: first.shardings[member] for member in members}
+    found = {lead: sharding}
+    for number in members:
+        if operators[number].kind == "update" and number != lead:
+            # where other dims are split, its gradient is summed: it keeps the dims by rules
+            pairs = zip(sharding, first.shardings[number], strict=True)
+            own = [ruled if dim else None for dim, ruled in pairs]
+            found[number] = stored = _project(first.space, number, sharding, own)
+            dims = operators[number].sizes
+    for number in members:
+        if number in found:
+            continue
+        wanted = sharding
+        if not operators[number].scope:
+            pairs = zip(first.shardings[number], stored, strict=True)
+            wanted = tuple(to if ruled in dims else ruled for ruled, to in pairs)
+        found[number] = _project(first.space, number, wanted)
+    return found
 
-    A parameter keeps its own on axes that split something else of its operator, where its gradient is summed.
-    """
-    space = first.space
+
+def _project(
+    space: ShardedOperators, number: int, sharding: Sharding, own: Sequence[str | None] = ()
+) -> Sharding:
+    """Return a sharding with only the dims that an operator has, and then those of its own that are free."""
     found: Sharding = (None,) * len(sharding)
-    is_parameter = space.graph.operators[number].kind == "update"
-    pairs = zip(sharding, first.shardings[number], strict=True)
-    own = tuple(ruled if dim and is_parameter else None for dim, ruled in pairs)
     for options in (sharding, own):
         for axis, dim in enumerate(options):
             tried = (*found[:axis], dim, *found[axis + 1 :])

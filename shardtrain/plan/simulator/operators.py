@@ -116,6 +116,7 @@ class Operators:
     def groups(self) -> Mapping[int, tuple[int, ...]]:
         """Product, convolution or lookup -> the operators that follow it: its scope, and its parameter.
 
+        Operators without a scope that read this parameter, or make its gradient, follow it.
         Without any scope, each operator is a group.
         """
         if not any(each.scope for each in self.operators):
@@ -131,6 +132,15 @@ class Operators:
             lead = leads.get(readers.get(each.scope, each.scope))
             if lead is not None:
                 found[lead].append(number)
+        free = {number for number, each in enumerate(self.operators) if not each.scope}
+        near: defaultdict[int, set[int]] = defaultdict(set)
+        for value in self.values:
+            for use in value.uses:
+                near[value.source].add(use.operator)
+                near[use.operator].add(value.source)
+        for numbers in found.values():
+            stored = [number for number in numbers if self.operators[number].kind == "update"]
+            numbers += sorted(free.intersection(*(near[number] for number in stored))) if stored else []
         return {lead: tuple(numbers) for lead, numbers in found.items()}
 
 
@@ -241,15 +251,17 @@ class _Walk:
                 names=kernel.dims,
                 sizes=_find_sizes(program, kernel),
                 work=tuple(_list_work(program, kernel, trips)),
-                scope=kernel.scope or self._find_scope(kernel, scope),
+                scope=kernel.scope or self._find_scope(program, kernel, scope),
                 choices=tuple(_list_choices(program, kernel)),
                 result=_rename(arrays[kernel.writes[0]].dims) if kernel.writes else (),
             )
         )
 
-    def _find_scope(self, kernel: Kernel, scope: tuple[int, ...]) -> str:
+    def _find_scope(self, program: Program, kernel: Kernel, scope: tuple[int, ...]) -> str:
         """Return the scope of what a kernel reads: functions with derivatives of their own have none."""
-        roots = (self._root((scope, i)) for i in kernel.reads)
+        made = {name for i in kernel.writes for name in program.arrays[i].dims}
+        reads = (i for i in kernel.reads if made <= set(program.arrays[i].dims))
+        roots = (self._root((scope, i)) for i in reads)
         scopes = (self.operators[self.source[root][0]].scope for root in roots if root in self.source)
         return next(filter(None, scopes), "")
 
