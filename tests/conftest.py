@@ -24,6 +24,7 @@ from quick_compilation import QUICK_COMPILATION
 FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 SLOWEST_FIRST = (
     "test_tutorial.py",
+    "elastic/test_train.py",
     "test_central.py",
     "train_step/test_pipeline.py",
     "test_published_models.py",
