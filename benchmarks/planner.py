@@ -17,7 +17,7 @@ import argparse
 import csv
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -419,7 +419,7 @@ def compare_operators() -> None:
         for way, layout, step in ways:
             placement = place_state(subject, Choice(layout=layout))
             program = compile_step(make_model(run), loss, subject.optimizer, placement, batch)
-            sent: Counter[tuple[str, ...]] = Counter()
+            sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
             for each in figures(program, dict(placement.mesh.shape)).collectives:
                 sent[each.axes] += each.wire_bytes_per_device
             of_axes = ", ".join(
@@ -427,10 +427,10 @@ def compare_operators() -> None:
                 for over in dict.fromkeys((*step.sent_bytes, *sent))
                 if max(step.sent_bytes.get(over, 0), sent[over]) > 1e3
             )
-            total = sum(step.sent_bytes.values())
+            total, real = sum(step.sent_bytes.values()), sum(sent.values())
             print(
                 f"| {name} | {mesh_text(layout)} | {way} | {1e3 * step.judged.seconds:.3f} |"
-                f" {total / 1e6:.3f} | {sent.total() / 1e6:.3f} | {total / sent.total():.3f} | {of_axes} |",
+                f" {total / 1e6:.3f} | {real / 1e6:.3f} | {total / real:.3f} | {of_axes} |",
                 flush=True,
             )
         print(f"{name}: {seconds:.1f} s of a processor")

@@ -158,29 +158,30 @@ class OperatorPass:
         if is_kind and (operator := self._find_operator(equation, values, path or "")):
             inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
             shards = self._find_shards(operator.name)
-            own = shards and {axis: int(dim) for axis, dim in shards.items() if dim.isdigit()}
-            return [_Value(self._shard(equation, values, operator), inside, maker=operator.name, shards=own)]
+            own = {axis: int(dim) for axis, dim in (shards or {}).items() if dim.isdigit()}
+            found = self._shard(equation, values, operator)
+            return [_Value(found, inside, maker=operator.name, shards=None if shards is None else own)]
         maker = max((value.maker for value in values), key=self._number, default="")
         if name == "sharding_constraint" and (path in self.table or self._find_shards(maker) is not None):
             return values
-        shards = next((v.shards for v in values if maker and v.maker == maker and v.shards is not None), None)
         arrays = [value.array for value in values]
-        with self._scope(maker):
-            if shards is None or name in OPAQUE:
+        known = (n for n, v in enumerate(values) if maker and v.maker == maker and v.shards is not None)
+        newest = next(known, None) if name not in OPAQUE else None
+        if newest is None:
+            with self._scope(maker):
                 return [_Value(x, path, is_weight, maker) for x in bind(equation, arrays)]
-            newest = next(n for n, v in enumerate(values) if v.maker == maker and v.shards is not None)
-            found = []
-            moves = find_moves(equation, newest, 0)
-            ours = {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
-            for n, x in enumerate(arrays):
-                back = {to: dim for dim, to in find_moves(equation, n, 0).items()}
-                if n != newest and getattr(x, "ndim", 0):
-                    arrays[n] = _constrain(x, {axis: back[dim] for axis, dim in ours.items() if dim in back})
+        # operands and results have the dims of the newest
+        shards = values[newest].shards or {}
+        ours = _move(shards, find_moves(equation, newest))
+        with self._scope(maker):
+            for number, x in enumerate(arrays):
+                back = {to: dim for dim, to in find_moves(equation, number).items()}
+                if number != newest and getattr(x, "ndim", 0):
+                    arrays[number] = _constrain(x, _move(ours, back))
             made = bind(equation, arrays)
         found = []
         for number, x in enumerate(made):
-            moves = find_moves(equation, newest, number)
-            ours = {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
+            ours = _move(shards, find_moves(equation, newest, number))
             found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours))
         return found
 
@@ -367,21 +368,11 @@ def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, sha
     return mapped(*map(lax.with_sharding_constraint, arrays, specs[:-1]))
 
 
-def _follow(equation: Any, values: Sequence[_Value], maker: str, output: int) -> Mapping[str, int] | None:
-    """Return the shards of an output of an equation, which are those of its newest operands."""
-    if equation.primitive.name in OPAQUE:
-        return None
-    for number, value in enumerate(values):
-        if maker and value.maker == maker and value.shards is not None:
-            moves = find_moves(equation, number, output)
-            return {axis: moves[dim] for axis, dim in value.shards.items() if dim in moves}
-    return None
+def _move(shards: Mapping[str, int], moves: Mapping[int, int]) -> dict[str, int]:
+    return {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
 
 
-def _constrain(array: Any, shards: Mapping[str, int] | None) -> Any:
-    """Return an array with shards."""
-    if not shards and shards is None:
-        return array
+def _constrain(array: jax.Array, shards: Mapping[str, int]) -> jax.Array:
     splits = [tuple(axis for axis, dim in shards.items() if dim == number) for number in range(array.ndim)]
     return lax.with_sharding_constraint(array, PartitionSpec(*(over or None for over in splits)))
 

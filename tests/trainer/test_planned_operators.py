@@ -35,6 +35,7 @@ def test_the_compiled_step_sends_what_the_search_predicts():
         strategy=st.Strategy(),
     )
     strategy = make_operator_strategy(run, subject.batch, found, "none")
+    assert found.best is not None
     assert strategy.layout.operators
     sent = {}
     for name, layout, predicted in (
