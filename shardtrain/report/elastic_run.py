@@ -160,13 +160,15 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
             if x and len(other.names) == len(epoch.names)
         ]
         whole = (seconds[index] - others[index]) / max(len(steps[index]), 1)
+        usual = measured[index] or (statistics.median(same) if same else whole)
         found.append(
             EpochPast(
                 epoch=epoch,
                 began=history.made[index] - history.made[0],
                 seconds=seconds[index],
                 steps=steps[index],
-                step_seconds=measured[index] or (statistics.median(same) if same else whole),
+                # where most steps are slow, the median is above the mean
+                step_seconds=min(usual, whole) if steps[index] else usual,
                 other_seconds=others[index],
             )
         )

@@ -130,7 +130,8 @@ class GradientExchange:
         def compute(state: State, batch: Batch, first_row: jax.Array, slot: jax.Array) -> dict[str, Any]:
             key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            common = {**found.of_loss, "model_state": _weigh(found.model_state, found.count, slot)}
+            model_state = _weigh_state(found.model_state, found.count, slot, num_slots)
+            common = {**found.of_loss, "model_state": model_state}
             if self._sums:
                 return {**common, "grads": found.grads}
             return {**common, **reduction.contribute(found.grads, found.count, slot)}
@@ -152,7 +153,7 @@ class GradientExchange:
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
         """Update by the combined gradient, see `ElasticExchange`."""
         count, extra = total["count"], dict[str, Any]()
-        model_state = _average(total["model_state"], count, state.model_state)
+        model_state = _average_state(total["model_state"], state.model_state)
         found = Sums(total["loss_sum"], count, total["metrics"], total.get("grads"), model_state)
         if self._sums:
             found = found.of_mean_loss
@@ -196,8 +197,8 @@ class LocalStepsExchange:
         def finish(state: State, slot: jax.Array) -> dict[str, Any]:
             local, count = state.local, state.local.count[0]
             found = reduction.contribute(local.drift, count, slot)
-            own = {"opt_state": state.opt_state, "model_state": local.model_state}
-            return {"sums": local.sums, "count": count, **_weigh(own, count, slot), **found}
+            own = _weigh_state((state.opt_state, local.model_state), count, slot, num_slots)
+            return {"sums": local.sums, "states": own, **found}
 
         self._begin, self._finish = jax.jit(begin), jax.jit(finish)
 
@@ -220,16 +221,15 @@ class LocalStepsExchange:
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
         """Apply the combined changes of the slots, see `ElasticExchange`."""
-        sums, count, outer = total["sums"], total["count"], self._synchronisation.outer_optimizer
+        sums, outer = total["sums"], self._synchronisation.outer_optimizer
         combined, extra = self._reduction.reduce(total)
         fragment = self._reduction.fragment
         params, outer_state = apply_combined(fragment, 0, outer, state.params, state.outer_state, combined)
+        opt_state, model_state = _average_state(total["states"], (state.opt_state, state.model_state))
         new = state._replace(
-            params=params,
-            model_state=_average(total["model_state"], count, state.model_state),
-            opt_state=_average(total["opt_state"], count, state.opt_state),
-            outer_state=outer_state,
+            params=params, model_state=model_state, opt_state=opt_state, outer_state=outer_state
         )
+        count = total["states"]["examples"].sum()
         # without a step that was not skipped nothing changes
         new = jax.tree.map(lambda n, old: jnp.where(count > 0, n.astype(old.dtype), old), new, state)
         step = find_next(state.step, self._synchronisation.every)
@@ -245,25 +245,40 @@ class LocalStepsExchange:
         return new._replace(step=step), metrics
 
 
-def _weigh(tree: Any, count: jax.Array, slot: jax.Array) -> Any:
-    """Return what a slot adds to a mean; integers, such as counters and keys, are those of the first slot."""
+def _weigh(tree: Any, count: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jnp.where(count > 0, x * count, 0), tree)
+
+
+def _put(x: jax.Array, slot: jax.Array, num_slots: int) -> jax.Array:
+    """Return an array in the row of its slot, the others 0."""
+    return jnp.zeros((num_slots, *x.shape), x.dtype).at[slot].set(x)
+
+
+def _weigh_state(tree: Any, count: jax.Array, slot: jax.Array, num_slots: int) -> dict[str, Any]:
+    """Return what a slot adds to a common state: the mean, but for integers, such as counters and keys."""
 
     def weigh(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.where(count > 0, x * count, 0)
-        return jnp.where(slot == 0, x, jnp.zeros_like(x))
+        return _weigh(x, count) if jnp.issubdtype(x.dtype, jnp.inexact) else _put(x, slot, num_slots)
 
-    return jax.tree.map(weigh, tree)
+    return {"state": jax.tree.map(weigh, tree), "examples": _put(count, slot, num_slots)}
 
 
-def _average(total: Any, count: jax.Array, like: Any) -> Any:
-    """Return the mean of what was weighed by counts; without examples, the old arrays."""
+def _average_state(total: dict[str, Any], like: Any) -> Any:
+    """Return the common state; its integers are those of the slot with most examples.
+
+    Args:
+      total: the sum of `_weigh_state` over all slots.
+      like: the old state, which stays without examples.
+    """
+    examples = total["examples"]
+    count, slot = examples.sum(), jnp.argmax(examples)
 
     def average(x: jax.Array, old: jax.Array) -> jax.Array:
-        mean = x / jnp.where(count > 0, count, 1) if jnp.issubdtype(old.dtype, jnp.inexact) else x
-        return jnp.where(count > 0, mean.astype(old.dtype), old)
+        is_mean = jnp.issubdtype(old.dtype, jnp.inexact)
+        found = x / jnp.where(count > 0, count, 1) if is_mean else x[slot]
+        return jnp.where(count > 0, found.astype(old.dtype), old)
 
-    return jax.tree.map(average, total, like)
+    return jax.tree.map(average, total["state"], like)
 
 
 def add_outer_state(state: State, synchronisation: Synchronisation, placement: Placement) -> State:
@@ -319,12 +334,9 @@ class _Reduction:
         """
         own = self.fragment.take(tree)
         if self._by == "mean":
-            return {"values": _weigh(own, count, slot), "counts": count}
-
-        def put(x: jax.Array) -> jax.Array:
-            return jnp.zeros((self._num_slots, *x.shape), x.dtype).at[slot].set(x)
-
-        return {"values": jax.tree.map(put, own), "counts": put(count)}
+            return {"values": _weigh(own, count), "counts": count}
+        rows = jax.tree.map(lambda x: _put(x, slot, self._num_slots), own)
+        return {"values": rows, "counts": _put(count, slot, self._num_slots)}
 
     def reduce(self, total: dict[str, Any]) -> tuple[Any, Metrics]:
         """Return path -> common array, from the sum over all slots, and the metrics of the combiner."""

@@ -1,4 +1,4 @@
-"""Steps computed anew from epochs; `test_islands.py` compares them with islands of real processes."""
+"""Steps computed anew from epochs; `test_train.py` compares them with islands of real processes."""
 
 import sys
 from functools import reduce

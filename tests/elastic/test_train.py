@@ -25,6 +25,8 @@ from shardtrain.trainer.elastic_run import prepare_elastic
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "elastic_run.py")
 
+ROOT = Path(__file__).parents[2]
+
 
 class Islands:
     """Processes of `train` in one run folder."""
@@ -160,9 +162,19 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
     assert [line["step"] for line in one.lines() if "train/loss" in line] == list(range(5, 121, 5))
     assert any("lost" in epoch.why for epoch in islands.epochs())
     assert {epoch.step % 5 for epoch in islands.epochs()} == {0}
-    replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", "0", "--to", "120"]
-    found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
-    assert "bitwise" in found.stdout
+    for start, end in ("0", "40"), ("40", "120"):
+        replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", start, "--to", end]
+        found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
+        assert "bitwise" in found.stdout
+
+
+def test_the_loop_of_the_example_trains(warm_python, tmp_path):
+    words = [*warm_python, str(ROOT / "examples" / "elastic_loop.py"), str(tmp_path / "run")]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in found if line.startswith("step ")]
+    assert len(losses) == 20
+    assert losses[-1] < 0.8 * losses[0]
+    assert found[-1] == "stopped"
 
 
 def test_chiefs_that_stop_between_their_last_look_and_the_write_write_nothing(islands, alone):

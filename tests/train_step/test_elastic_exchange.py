@@ -13,6 +13,7 @@ from tiny_language_model import TinyConfig
 import shardtrain as st
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.functional.rng import step_key
+from shardtrain.train_step.elastic_exchange import _average_state, _weigh_state
 
 SLOTS, STEPS = 4, 6
 ADASUM = Synchronisation(by="adasum")
@@ -141,6 +142,11 @@ def test_counters_and_keys_of_optimizers_are_exact():
     expected = [x for x in jax.tree.leaves(alone) if not jnp.issubdtype(x.dtype, jnp.inexact)]
     assert len(found) == len(expected) >= 2
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # a slot that skipped its steps is behind
+    values = [({"steps": np.int32(n), "mean": np.float32(n)}, np.float32(n)) for n in (0, 3)]
+    parts = [_weigh_state(x, count, slot, 2) for slot, (x, count) in enumerate(values)]
+    common = _average_state(jax.tree.map(jnp.add, *parts), values[0][0])
+    assert common == {"steps": 3, "mean": 3.0}
 
 
 @pytest.mark.parametrize(
