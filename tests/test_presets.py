@@ -96,6 +96,19 @@ def test_a_large_batch_and_its_rate_follow_the_replicas(trained):
 
 
 @pytest.mark.full
+def test_accpar_splits_dense_layers_by_features(trained):
+    options = ["--model.filters", "4", "--model.hidden", "8", "--batch", "16", "--steps", "3"]
+    options += ["--optimizer.name", "sgd", "--optimizer.learning-rate.peak", "0.01"]
+    one, _ = trained("digits_vgg", 1, *options)
+    Path("run1").rename("one")
+    preset = ["--cpu-devices", "4", "--strategy", str(ROOT / "meshes/accpar.toml")]
+    four, printed = trained("digits_vgg", 1, *options, *preset)
+    assert "layout checked" in printed
+    for line, expected in zip(four, one, strict=True):
+        assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=2e-5)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_hetpipe_trains_virtual_workers_in_waves(num_workers, trained):
     """Each of two islands; `trainer/test_waves_of_stages.py` has two workers."""
