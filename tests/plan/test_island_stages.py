@@ -29,7 +29,7 @@ from shardtrain.plan.space import Space
 from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.quantities import count_text
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import make_staged_strategy
+from shardtrain.trainer.planned import make_planned_strategy, make_staged_strategy
 from shardtrain.trainer.stage_checks import stage_problems
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
@@ -79,6 +79,22 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     asked = replace(run, strategy=Strategy(across=Across(gradient_parts=2)))
     with pytest.raises(ValueError, match="gradient_parts is 2, and stages of a pipeline"):
         make_staged_strategy(asked, found)
+
+
+def test_the_strategy_of_one_island_has_nothing_of_several(subject):
+    plan = planned(subject).plan([1, 0])
+    (kind,) = plan.kinds
+    own = replace(kind.kind, strategy={"compute_dtype": "bfloat16"})
+    several = Strategy(
+        across=Across(axis="pipeline", partitions=2, shares=(3.0, 1.0)),
+        synchronisation=Synchronisation(on="deltas", every=4, distance=1),
+        islands={"1": {"accumulate": 2}},
+    )
+    run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2, strategy=several)
+    found = make_planned_strategy(run, replace(plan, kinds=(replace(kind, kind=own),)))
+    assert (found.across, found.synchronisation, found.islands) == (Across(), Synchronisation(), {})
+    assert found.compute_dtype == "bfloat16"
+    assert found.layout.mesh == kind.plan.ranked[0].choice.layout.mesh
 
 
 def test_pipelines_of_each_distribution_share_the_batch_by_speed(subject, tmp_path):
