@@ -149,6 +149,9 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
     problems = stage_problems(run.strategy)
     if own:
         problems.append(f"kind {', '.join(own)} has a strategy of its own, and stages have one in common")
+    sizes = planner.space.layout.mesh.items()
+    if fixed := [f"{axis}={size}" for axis, size in sizes if axis != axes.DATA and size > 1]:
+        problems.append(f"--fixed has {','.join(fixed)}, and devices of a stage split only examples")
     try:
         # the run refuses fields that do not go with stages
         across = replace(run.strategy.across, axis="pipeline", partitions=None, shares=None)

@@ -107,12 +107,31 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
     assert not strategy.exists()
 
 
-def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "own", "message"),
+    [
+        (("--accumulate-dtype", "bfloat16"), "", "accumulate_dtype is 'bfloat16', and a pipeline adds up"),
+        (
+            ("--fixed", "tensor=1,fsdp=2"),
+            "",
+            "--fixed has fsdp=2, and devices of a stage split only examples",
+        ),
+        (
+            ("--synchronisation", "diloco"),
+            "",
+            "only a mean of gradients in every step, and waves, are planned",
+        ),
+        ((), 'strategy = { compute_dtype = "float32" }', "kind small has a strategy of its own, and stages"),
+    ],
+)
+def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(
+    planned, tmp_path, words, own, message
+):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
-    cluster.write_text(CLUSTER)
-    words = ("--accumulate-dtype", "bfloat16", "--remat", "none", "--most", "1")
-    text = planned("--cluster", str(cluster), "--output", str(strategy), *words)
-    assert "a stage on each island: accumulate_dtype is 'bfloat16', and a pipeline adds up" in text
+    cluster.write_text(CLUSTER.replace("devices = 1", "devices = 2") + own)
+    more = ("--remat", "none", "--most", "1")
+    text = planned("--cluster", str(cluster), "--output", str(strategy), *words, *more)
+    assert f"a stage on each island: {message}" in text
     assert read_strategy(strategy).across.axis == "data"
 
 
