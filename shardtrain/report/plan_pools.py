@@ -38,11 +38,11 @@ def pools_text(plan: PoolsPlan, kinds: Sequence[IslandKind]) -> str:
         if each.pool is not None and each.pool.fits:
             per_second = subject.batch_rows * row_units / each.pool.seconds
             used = [one.kind for one in each.pool.replicas.kinds]
-            figures = [factor * (add_up_devices(used, key) or math.inf) for key, factor in given.values()]
+            figures = [factor * (add_up_devices(used, key) or 0.0) for key, factor in given.values()]
             cells[1:] = (
                 name_way(each.pool.best),
                 seconds_text(each.pool.seconds),
-                *(count_text(per_second / figure) for figure in (1.0, *figures)),
+                *(count_text(per_second / figure) if figure else "free" for figure in (1.0, *figures)),
             )
         rows.append((*cells, each.verdict.partition("\n")[0]))
     header = ("islands", "as", "step", f"{unit}/s", *(f"{unit} {name}" for name in given), "")
