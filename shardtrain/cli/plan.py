@@ -149,6 +149,9 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
     problems = stage_problems(run.strategy)
     if own:
         problems.append(f"kind {', '.join(own)} has a strategy of its own, and stages have one in common")
+    sizes = planner.space.layout.mesh.items()
+    if fixed := [f"{axis}={size}" for axis, size in sizes if axis != axes.DATA and size > 1]:
+        problems.append(f"--fixed has {','.join(fixed)}, and devices of a stage split only examples")
     try:
         # the run refuses fields that do not go with stages
         across = replace(run.strategy.across, axis="pipeline", partitions=None, shares=None)
@@ -228,11 +231,9 @@ def compile_plan(run: Run, plan: ClusterPlan, kind: str) -> str:
         devices, counted = each.kind.devices or 1, each.subject
         subject = replace(counted, target=counted.target._replace(has_flash=False))
         (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
-        # the strategy that --output writes, as an island of this kind has it
+        # the strategy that --output writes for an island of this kind alone
         best = replace(plan, kinds=(each,), shares=plan.shares[:1])
-        strategy = replace(make_planned_strategy(run, best), islands={})
-        dtype = each.kind.strategy.get("compute_dtype", strategy.compute_dtype)
-        own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
+        own = replace(run, strategy=make_planned_strategy(run, best))
         rows = round(step.batch_bytes / subject.row_bytes)
         found = compile_figures(own, kind, step.sizes, rows)
         predicted = predict(step, each.machine)
@@ -310,8 +311,8 @@ def main(arguments: Sequence[str]) -> int:
     plan = pools.pool.replicas
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
-            "synchronisation: a plan of one island adds up gradients over data in every step and ignores"
-            " --synchronisation\n"
+            "synchronisation: a plan of one island adds up gradients over data in every step, as does its"
+            " strategy; --synchronisation is ignored\n"
         )
     terminal.out(plan_text(plan, options.most) + pools_text(pools, cluster.islands))
     if options.output is not None and pools.pool.fits:

@@ -93,7 +93,7 @@ class PoolsPlan:
 
 
 def plan_pools(planner: ReplicaPlanner, pipelines: IslandPipelines | str) -> PoolsPlan:
-    """Add islands to the fastest one, kind by kind in order of speed, if they make a step shorter.
+    """Add islands to the one whose step is shortest, kind by kind in this order, if a step gets shorter.
 
     Args:
       planner: plans replicas.
@@ -104,7 +104,9 @@ def plan_pools(planner: ReplicaPlanner, pipelines: IslandPipelines | str) -> Poo
     """
     islands = planner.cluster.islands
     counts, best, seconds, additions = [0] * len(islands), None, math.inf, list[Addition]()
-    for kind in sorted(range(len(islands)), key=lambda each: -planner.speeds[each]):
+    alone = [_predict_alone(planner, kind) for kind in range(len(islands))]
+    # those that do not fit alone last: more of them may
+    for kind in sorted(range(len(islands)), key=lambda each: (alone[each], -planner.speeds[each])):
         trials = []
         for number in list_numbers(islands[kind].count):
             together = (*counts[:kind], number, *counts[kind + 1 :])
@@ -114,15 +116,15 @@ def plan_pools(planner: ReplicaPlanner, pipelines: IslandPipelines | str) -> Poo
             except ValueError as problem:
                 trials.append(Addition(kind=added, pool=None, verdict=str(problem)))
                 continue
-            verdict = f"left out: a step takes {pool.seconds / seconds:.2f} times as long"
-            trials.append(Addition(kind=added, pool=pool, verdict=verdict if pool.fits else "does not fit"))
+            verdict = _compare(pool.seconds / seconds) if pool.fits else "does not fit"
+            trials.append(Addition(kind=added, pool=pool, verdict=verdict))
         # of equally fast ones the most: while nothing fits, more islands may
         chosen = min(reversed(trials), key=lambda each: each.seconds)
         least = (1 - LEAST_GAIN) * seconds
         if chosen.pool is not None and (chosen.seconds < least or math.isinf(seconds)):
             best, seconds, counts[kind] = chosen.pool, chosen.seconds, chosen.kind.count
             for number, each in enumerate(trials):
-                if each is chosen or not math.isinf(each.seconds):
+                if not math.isinf(each.seconds):
                     trials[number] = replace(each, verdict="used" if each is chosen else "")
         additions += trials
     if best is None:
@@ -142,6 +144,21 @@ def list_numbers(count: int) -> list[int]:
     ([1, 2, 3], [1, 2, 4, 8, 16, 20])
     """
     return [n for n in range(1, count + 1) if count <= MOST_SINGLE or n & (n - 1) == 0 or n == count]
+
+
+def _predict_alone(planner: ReplicaPlanner, kind: int) -> float:
+    """Predict the seconds of a step of one island; inf if it does not fit."""
+    counts = tuple(int(each == kind) for each in range(len(planner.speeds)))
+    try:
+        return Pool(counts=counts, replicas=planner.plan(counts)).seconds
+    except ValueError:
+        return math.inf
+
+
+def _compare(ratio: float) -> str:
+    if ratio < 1:
+        return f"left out: saves less than {LEAST_GAIN:.0%} of a step"
+    return f"left out: a step takes {ratio:.{2 if ratio < 100 else 0}f} times as long"
 
 
 def _plan_pool(planner: ReplicaPlanner, pipelines: IslandPipelines | str, counts: tuple[int, ...]) -> Pool:

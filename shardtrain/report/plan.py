@@ -58,7 +58,8 @@ def plan_text(plan: ClusterPlan, most: int) -> str:
         return "".join(parts)
     subject = plan.kinds[0].subject
     rows_per_second = subject.batch_rows / plan.seconds
-    line = f"step: {seconds_text(plan.seconds)}, {count_text(rows_per_second)} examples/s"
+    name = "step as replicas" if len(plan.shares) > 1 else "step"
+    line = f"{name}: {seconds_text(plan.seconds)}, {count_text(rows_per_second)} examples/s"
     units_per_second = rows_per_second * (subject.row_units or 0.0) * (subject.unit != "examples")
     if units_per_second:
         line += f", {count_text(units_per_second)} {subject.unit}/s"

@@ -34,27 +34,27 @@ def pools_text(plan: PoolsPlan, kinds: Sequence[IslandKind]) -> str:
     given = {name: each for name, each in rates.items() if add_up_devices(kinds, each[0])}
     rows = []
     for each in plan.additions:
-        cells = [_format_added(each, plan), *("" for _ in range(3 + len(given)))]
+        cells = [_format_added(each), *("" for _ in range(3 + len(given)))]
         if each.pool is not None and each.pool.fits:
             per_second = subject.batch_rows * row_units / each.pool.seconds
             used = [one.kind for one in each.pool.replicas.kinds]
-            figures = [factor * (add_up_devices(used, key) or math.inf) for key, factor in given.values()]
+            figures = [factor * (add_up_devices(used, key) or 0.0) for key, factor in given.values()]
             cells[1:] = (
                 name_way(each.pool.best),
                 seconds_text(each.pool.seconds),
-                *(count_text(per_second / figure) for figure in (1.0, *figures)),
+                *(count_text(per_second / figure) if figure else "free" for figure in (1.0, *figures)),
             )
         rows.append((*cells, each.verdict.partition("\n")[0]))
     header = ("islands", "as", "step", f"{unit}/s", *(f"{unit} {name}" for name in given), "")
-    text = table_text(header, rows, title="which islands help, in order of speed")
+    text = table_text(header, rows, title="which islands help, the shortest step first")
     if plan.left_out:
         text += f"left out: {', '.join(f'{n} x {kind}' for kind, n in plan.left_out.items())}\n"
     return text + _ways_text(plan.pool, kinds)
 
 
-def _format_added(each: Addition, plan: PoolsPlan) -> str:
-    number = f"{each.kind.count} x " * (each.kind.count > 1)
-    return "+ " * (each.kind.kind != plan.additions[0].kind.kind) + number + each.kind.kind
+def _format_added(each: Addition) -> str:
+    is_added = each.pool is not None and sum(each.pool.counts) > each.kind.count
+    return "+ " * is_added + f"{each.kind.count} x " * (each.kind.count > 1) + each.kind.kind
 
 
 def name_way(way: ClusterPlan | StagesPlan) -> str:
@@ -107,5 +107,5 @@ def _stages_row(way: StagesPlan, kinds: Sequence[IslandKind]) -> tuple[str, ...]
         seconds_text(way.slowest.compute_seconds),
         seconds_text(way.slowest.bubble_seconds),
         seconds_text(way.join_seconds),
-        ", ".join(dict.fromkeys(map(bytes_text, way.memory_bytes))),
+        ", ".join(map(bytes_text, way.memory_bytes)),
     )

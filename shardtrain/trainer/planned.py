@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from shardtrain import axes
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batches, RowSplit, place, split_over_islands
 from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
@@ -115,9 +116,10 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     `strategy_text` writes it to a file for `train --strategy FILE`.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = replace(apply_choice(run.strategy, choices[0]), predicted=_predict(plan))
+    given = run.strategy if len(plan.shares) > 1 else _strategy_alone(run.strategy, plan.kinds[0].kind)
+    strategy = replace(apply_choice(given, choices[0]), predicted=_predict(plan))
     if len(plan.shares) == 1:
-        return replace(strategy, islands={})
+        return strategy
     sections, first = {}, 0
     for kind, choice in zip(plan.kinds, choices, strict=True):
         numbers = range_text(first, kind.kind.count)
@@ -129,6 +131,14 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     if not math.isinf(plan.link_bytes_per_second) and strategy.synchronisation.is_mean:
         across = replace(across, gradient_parts=plan.num_programs)
     return replace(strategy, across=across, islands=sections)
+
+
+def _strategy_alone(strategy: Strategy, kind: IslandKind) -> Strategy:
+    """Return the strategy of one island of a kind, as it is planned, without what only several have."""
+    own = replace(strategy, islands={"0": kind.strategy}).select_island(0, "")
+    across = replace(own.across, axis="data", partitions=None, shares=None, share_limits=None)
+    synchronisation = Synchronisation() if own.synchronisation.on_deltas else own.synchronisation
+    return replace(own, across=across, synchronisation=synchronisation, islands={})
 
 
 def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:

@@ -61,6 +61,7 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2", *more)
     assert "big: 2 devices" in text
     assert "small: 1 device" in text
+    assert "step as replicas: " in text
     assert "tokens/s; rows of islands" in text
     assert "for 1e6 examples" in text
     assert "for 1e9 tokens" in text
@@ -107,12 +108,61 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
     assert not strategy.exists()
 
 
-def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, tmp_path):
+SLOW_LINK = """
+link_gb_per_second = 0.01
+[[islands]]
+kind = "big"
+devices = 1
+device = { teraflops = 0.06, memory_gb_per_second = 60, memory_gb = 0.0024, price_per_hour = 0.0 }
+[[islands]]
+kind = "small"
+devices = 1
+device = { teraflops = 0.05, memory_gb_per_second = 50, memory_gb = 0.0024, price_per_hour = 1.0 }
+"""
+
+
+def test_a_pipeline_over_islands_is_written(planned, tmp_path):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
-    cluster.write_text(CLUSTER)
-    words = ("--accumulate-dtype", "bfloat16", "--remat", "none", "--most", "1")
+    cluster.write_text(SLOW_LINK)
+    words = ("--model.num-layers", "4", "--model.mlp", "512", "--remat", "none", "--most", "1")
     text = planned("--cluster", str(cluster), "--output", str(strategy), *words)
-    assert "a stage on each island: accumulate_dtype is 'bfloat16', and a pipeline adds up" in text
+    rows = [line.split("  ") for line in text.splitlines()]
+    rows = {cells[1]: [each.strip() for each in cells[2:] if each.strip()] for cells in rows if cells[1:]}
+    # the first island has a price of 0
+    assert rows["big"][3] == "free"
+    assert rows["+ small"][0] == "1 pipeline"
+    assert "step as replicas: " in text
+    found = read_strategy(strategy)
+    assert (found.across.axis, found.pipeline.stages, found.islands) == ("pipeline", "2,2", {})
+    islands = read_cluster(tmp_path / "strategy_cluster.toml").islands
+    assert rows["1 pipeline"][:2] == [" > ".join(each.kind for each in islands), found.pipeline.stages]
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "message"),
+    [
+        (("--accumulate-dtype", "bfloat16"), "", "accumulate_dtype is 'bfloat16', and a pipeline adds up"),
+        (
+            ("--fixed", "tensor=1,fsdp=2"),
+            "",
+            "--fixed has fsdp=2, and devices of a stage split only examples",
+        ),
+        (
+            ("--synchronisation", "diloco"),
+            "",
+            "only a mean of gradients in every step, and waves, are planned",
+        ),
+        ((), 'strategy = { compute_dtype = "float32" }', "kind small has a strategy of its own, and stages"),
+    ],
+)
+def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(
+    planned, tmp_path, words, own, message
+):
+    cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
+    cluster.write_text(CLUSTER.replace("devices = 1", "devices = 2") + own)
+    more = ("--remat", "none", "--most", "1")
+    text = planned("--cluster", str(cluster), "--output", str(strategy), *words, *more)
+    assert f"a stage on each island: {message}" in text
     assert read_strategy(strategy).across.axis == "data"
 
 

@@ -29,7 +29,7 @@ from shardtrain.plan.space import Space
 from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.quantities import count_text
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import make_staged_strategy
+from shardtrain.trainer.planned import make_planned_strategy, make_staged_strategy
 from shardtrain.trainer.stage_checks import stage_problems
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
@@ -79,6 +79,22 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     asked = replace(run, strategy=Strategy(across=Across(gradient_parts=2)))
     with pytest.raises(ValueError, match="gradient_parts is 2, and stages of a pipeline"):
         make_staged_strategy(asked, found)
+
+
+def test_the_strategy_of_one_island_has_nothing_of_several(subject):
+    plan = planned(subject).plan([1, 0])
+    (kind,) = plan.kinds
+    own = replace(kind.kind, strategy={"compute_dtype": "bfloat16"})
+    several = Strategy(
+        across=Across(axis="pipeline", partitions=2, shares=(3.0, 1.0)),
+        synchronisation=Synchronisation(on="deltas", every=4, distance=1),
+        islands={"1": {"accumulate": 2}},
+    )
+    run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2, strategy=several)
+    found = make_planned_strategy(run, replace(plan, kinds=(replace(kind, kind=own),)))
+    assert (found.across, found.synchronisation, found.islands) == (Across(), Synchronisation(), {})
+    assert found.compute_dtype == "bfloat16"
+    assert found.layout.mesh == kind.plan.ranked[0].choice.layout.mesh
 
 
 def test_pipelines_of_each_distribution_share_the_batch_by_speed(subject, tmp_path):
@@ -201,17 +217,17 @@ def cluster_of(kinds, link, **device):
     return Cluster(islands=islands, link_gb_per_second=link)
 
 
-def pools_of(subject, kinds, link, **device):
-    cluster = cluster_of(kinds, link, **device)
-    planner = ReplicaPlanner([subject] * len(kinds), cluster, SPACE)
-    return plan_pools(planner, IslandPipelines(planner)), cluster
+def pools_of(subject, cluster):
+    planner = ReplicaPlanner([subject] * len(cluster.islands), cluster, SPACE)
+    return plan_pools(planner, IslandPipelines(planner))
 
 
 KINDS = (("slow", 0.02, 1), ("half", 0.5, 1), ("fast", 1.0, 2))
 
 
 def test_an_island_that_only_costs_is_left_out_by_name(subject):
-    plan, cluster = pools_of(subject, KINDS, link=10.0)
+    cluster = cluster_of(KINDS, link=10.0)
+    plan = pools_of(subject, cluster)
     assert plan.left_out == {"slow": 1}
     assert plan.pool.counts == (0, 1, 2)
     # nothing was left out that would make a step shorter
@@ -232,13 +248,54 @@ def test_an_island_that_only_costs_is_left_out_by_name(subject):
 def test_islands_that_do_not_fit_alone_are_a_pipeline(subject):
     alone = ReplicaPlanner([subject], cluster_of((("a", 1.0, 1),), 1.0), SPACE).plan([1])
     needed = alone.kinds[0].plan.ranked[-1].prediction.memory.total
-    plan, cluster = pools_of(subject, (("a", 1.0, 2),), 1.0, memory_gb=0.7 * needed / 0.85 / 1e9)
+    cluster = cluster_of((("a", 1.0, 2),), 1.0, memory_gb=0.7 * needed / 0.85 / 1e9)
+    plan = pools_of(subject, cluster)
     assert not plan.pool.replicas.fits
     assert plan.pool.best == plan.pool.pipelines[0]
     assert plan.left_out == {}
-    text = pools_text(plan, cluster.islands)
-    assert "does not fit" in text
-    assert "replicas (too large)" in text
+    assert [each.verdict for each in plan.additions] == ["does not fit", "used"]
+    assert "replicas (too large)" in pools_text(plan, cluster.islands)
+
+
+def change_first(cluster, devices=1, **device):
+    first, *others = cluster.islands
+    first = replace(first, devices=devices, device=replace(first.device, **device))
+    return replace(cluster, islands=(first, *others))
+
+
+def test_the_first_island_is_not_the_one_of_the_most_flops(subject):
+    # eight devices have 1.6 times the flops of one, and a link of almost no speed
+    cluster = cluster_of((("eight", 0.2, 1), ("one", 1.0, 1)), link=1e-3)
+    plan = pools_of(subject, change_first(cluster, devices=8, link_gb_per_second=1e-3))
+    assert plan.pool.counts == (0, 1)
+    assert [each.kind.kind for each in plan.additions] == ["one", "eight"]
+    assert re.fullmatch(r"left out: a step takes \d+(\.\d\d)? times as long", plan.additions[1].verdict)
+
+
+def test_a_fast_island_of_too_little_memory_is_left_out(subject):
+    cluster = change_first(cluster_of((("fast", 1.0, 1), ("big", 0.2, 1)), link=10.0), memory_gb=1e-4)
+    plan = pools_of(subject, cluster)
+    assert plan.pool.fits
+    assert plan.left_out == {"fast": 1}
+    assert [each.verdict for each in plan.additions] == ["used", "does not fit"]
+    # where nothing fits, nothing is used
+    cluster = cluster_of((("a", 1.0, 1), ("b", 1.0, 1)), link=10.0, memory_gb=1e-4)
+    plan = pools_of(subject, cluster)
+    assert not plan.pool.fits
+    assert [each.verdict for each in plan.additions] == ["does not fit", "does not fit"]
+
+
+def test_an_island_that_saves_too_little_is_left_out(subject):
+    kinds = (("a", 1.0, 1), ("b", 1.0, 1))
+    near = ReplicaPlanner([subject] * 2, cluster_of(kinds, link=1.0), SPACE)
+    both, alone = near.plan([1, 1]), near.plan([1, 0]).seconds
+    # a link over which both take 0.995 times as long as one
+    link = both.join_seconds / (0.995 * alone - both.island_seconds)
+    planner = ReplicaPlanner([subject] * 2, cluster_of(kinds, link=link), SPACE)
+    assert planner.plan([1, 1]).seconds == pytest.approx(0.995 * alone)
+    plan = plan_pools(planner, "no pipelines")
+    assert plan.left_out == {"b": 1}
+    assert plan.additions[1].verdict == "left out: saves less than 1% of a step"
 
 
 def test_written_islands_are_those_that_the_strategy_is_for(tmp_path):
