@@ -1,13 +1,14 @@
 """Find the largest batch of which some layout fits, or the batch with the most examples a second.
 
-Every size is a search of layouts (`islands.py`), by the programs that were traced for the run's own batch.
+Every size is a search of islands (`pools.py`), by the programs that were traced for the run's own batch.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.pools import Pool
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import divisors
@@ -33,7 +34,7 @@ class BatchSizes:
     """The batches to try.
 
     Args:
-      plan: subjects of each kind of islands and space -> the plan.
+      plan: subjects of each kind of islands and space -> the islands to use; ValueError if nothing runs.
       subjects: the subjects.
       space: the choices of a search.
       accumulate: microbatches of a step of the largest batch: with enough of them, any batch fits.
@@ -41,7 +42,7 @@ class BatchSizes:
       most: rows of the largest batch, such as the samples of the data.
     """
 
-    plan: Callable[[Sequence[Subject], Space], ClusterPlan]
+    plan: Callable[[Sequence[Subject], Space], Pool]
     subjects: Sequence[Subject]
     space: Space
     accumulate: int
@@ -55,10 +56,13 @@ class BatchSizes:
             space = replace(space, accumulates=(self.accumulate,))
 
         def rate(rows: int) -> float:
-            """Return the examples a second; 0 if they do not fit."""
+            """Return the examples a second; 0 if they do not fit or run."""
             if rows not in rates:
-                plan = self.plan([each.resize(rows) for each in self.subjects], space)
-                rates[rows] = rows / plan.seconds if plan.fits else 0.0
+                rates[rows] = 0.0
+                with suppress(ValueError):
+                    # seconds are inf if nothing fits
+                    pool = self.plan([each.resize(rows) for each in self.subjects], space)
+                    rates[rows] = rows / pool.seconds
             return rates[rows]
 
         # fewer rows than devices are split over tensor and pipeline

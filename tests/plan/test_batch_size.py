@@ -1,5 +1,6 @@
 """The largest batch that fits and the fastest one, against searches of all sizes."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.batch_size import CLOSE, BatchSizes
 from shardtrain.plan.islands import ReplicaPlanner
+from shardtrain.plan.pools import plan_pools
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from tests.cli.test_inspect import TINY_RUN
@@ -34,7 +36,7 @@ def sizes_of(subject, memory_gb, devices=4, most=1024):
     cluster = Cluster(islands=(IslandKind(kind="a", devices=devices, device=device),))
     space = Space(remats=(None,))
     return BatchSizes(
-        plan=lambda subjects, space: ReplicaPlanner(subjects, cluster, space, 1).plan([1]),
+        plan=lambda subjects, space: plan_pools(ReplicaPlanner(subjects, cluster, space, 1), "no").pool,
         subjects=[subject],
         space=space,
         accumulate=1,
@@ -75,7 +77,7 @@ def test_the_largest_batch_may_need_any_policy_and_has_many_divisors(tiny):
 
     def plan(subjects, space):
         most = max(limits[remat] for remat in space.remats) * space.accumulates[0]
-        return SimpleNamespace(fits=subjects[0].batch_rows <= most, seconds=1.0)
+        return SimpleNamespace(seconds=1.0 if subjects[0].batch_rows <= most else math.inf)
 
     sizes = replace(sizes_of(tiny, 1.0, devices=1, most=100_000), space=Space(remats=tuple(limits)))
     found = replace(sizes, plan=plan).find("max")
@@ -102,3 +104,29 @@ def test_a_plan_takes_the_batch_that_it_finds(tmp_path, capsys):
     assert line == "batch 14: all of the data, in multiples of 2; shardtrain train takes it as --batch 14"
     assert cli.main(["plan", str(path), *machine, "--batch", "0"]) == 2
     assert "batch is 0; use 1 or more" in capsys.readouterr().err
+
+
+CLUSTER = """
+link_gb_per_second = 10.0
+[[islands]]
+kind = "a"
+devices = 1
+device = {{ teraflops = 0.1, memory_gb_per_second = 100, memory_gb = {} }}
+[[islands]]
+kind = "b"
+devices = 1
+device = {{ teraflops = 0.05, memory_gb_per_second = 50, memory_gb = {} }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "way"), [(8, 1e-5, "one island"), (2.2e-4, 2.2e-4, "1 pipeline")]
+)
+def test_the_batch_is_for_the_islands_that_are_used(first, second, way, tmp_path, capsys):
+    run, cluster = tmp_path / "tiny_islands.py", tmp_path / "cluster.toml"
+    run.write_text(TINY_RUN)
+    cluster.write_text(CLUSTER.format(first, second))
+    assert cli.main(["plan", str(run), "--cluster", str(cluster), "--remat", "none", "--batch", "max"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("batch 14: all of the data, in multiples of 2;")
+    assert way in text
