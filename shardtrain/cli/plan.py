@@ -264,6 +264,12 @@ def _make_subjects(
     run: Run, options: PlanOptions, cluster: Cluster, space: Space
 ) -> tuple[Run, Sequence[Subject]]:
     """Return the run with its batch, which --batch may choose, and the subject of each kind of islands."""
+
+    def plan(subjects: Sequence[Subject], space: Space) -> Pool:
+        planner = ReplicaPlanner(subjects, cluster, space, 1, strategy.synchronisation, strategy.across)
+        return plan_pools(planner, _make_pipelines(run, planner)).pool
+
+    accumulate, strategy = run.strategy.accumulate, run.strategy
     if isinstance(options.batch, int):
         run = replace(run, batch=options.batch)
     with TemporaryDirectory() as folder:
@@ -271,11 +277,8 @@ def _make_subjects(
         subjects = make_subjects(run, source, cluster.islands)
         if not isinstance(options.batch, str):
             return run, subjects
-        accumulate, strategy = run.strategy.accumulate, run.strategy
         sizes = BatchSizes(
-            plan=lambda subjects, space: ReplicaPlanner(
-                subjects, cluster, space, 1, strategy.synchronisation, strategy.across
-            ).plan([each.count for each in cluster.islands]),
+            plan=plan,
             subjects=subjects,
             space=space,
             accumulate=accumulate,

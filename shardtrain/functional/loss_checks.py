@@ -68,6 +68,7 @@ def guard_loss(loss: Loss) -> Loss:
         with user_code(lambda error: where(error, batch)):
             return loss(apply, batch)
 
+    vars(call)["guarded"] = loss
     plain = find_evaluation_loss(loss)
     if plain is not loss:
         vars(call)["for_evaluation"] = guard_loss(plain)

@@ -57,7 +57,8 @@ class LossFacts(NamedTuple):
     @property
     def known(self) -> Mapping[str, Sequence[str]]:
         """The arrays of a batch that are known to hold classes for this loss, see `CLASSES`."""
-        loss: Any = getattr(self.loss, "__wrapped__", self.loss)
+        # not __wrapped__: a function that wraps a loss of this library may return something else
+        loss: Any = getattr(self.loss, "guarded", self.loss)
         while isinstance(loss, LossWithMetrics | Regularized):
             loss = loss.loss
         # a loss need not be hashable

@@ -3,6 +3,7 @@
 import io
 import sys
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardtrain.functional.loss import (
     translation_loss,
 )
 from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.metrics import add_metrics
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import prepared_run, session
@@ -108,6 +110,18 @@ def test_a_loss_that_returns_a_mean_is_refused(loss, problem):
     found = find_loss_problems(make_loss_facts(IMAGES, guard_loss(loss), LABELS))
     assert bool(found) == (problem is not None)
     assert problem is None or problem in "; ".join(found)
+
+
+@wraps(classification_loss)
+def mean_of_known(apply, batch):
+    loss_sum, count, *_ = classification_loss(apply, batch)
+    return loss_sum / count, 1.0
+
+
+@pytest.mark.parametrize("loss", [mean_of_known, add_metrics(mean_of_known)])
+def test_a_loss_around_one_of_this_library_is_evaluated(loss):
+    for each in (loss, guard_loss(loss)):
+        assert COUNT in find_loss_problems(make_loss_facts(IMAGES, each, LABELS))[0]
 
 
 @pytest.mark.parametrize(
