@@ -167,6 +167,8 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
 
 def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
     """Write the strategy of the best way to use islands; of several, also a cluster file with those used."""
+    if not pool.fits:
+        return f"strategy: {path} is not written, as nothing fits\n"
     way = pool.best
     is_staged = isinstance(way, StagesPlan)
     text = _write(path, make_staged_strategy(run, way) if is_staged else make_planned_strategy(run, way))
@@ -318,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
             " strategy; --synchronisation is ignored\n"
         )
     terminal.out(plan_text(plan, options.most) + pools_text(pools, cluster.islands))
-    if options.output is not None and pools.pool.fits:
+    if options.output is not None:
         # written before any analysis can fail
         terminal.out(_write_pool(run, options.output, cluster, pools.pool))
     if options.explain:

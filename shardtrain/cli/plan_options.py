@@ -137,7 +137,9 @@ def check_output(path: Path, *, several: bool) -> None:
                 f"--output is {path}, which exists and is not a strategy file; give another name"
             ) from error
     cluster = cluster_path(path)
-    if several and cluster.exists() and not cluster.read_bytes().startswith(CLUSTER_HEADER.encode()):
+    header = CLUSTER_HEADER.encode()
+    is_own = not cluster.exists() or (cluster.is_file() and cluster.read_bytes().startswith(header))
+    if several and not is_own:
         raise ValueError(
             f"--output is {path}, beside which {cluster} would be written, and that exists and is not from"
             " shardtrain plan; give another name"

@@ -89,12 +89,19 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     assert cli.main(["launch", "--cluster", str(used), "--dry-run", "--", *run]) == 0
     assert "-n 2" in capsys.readouterr().out
     assert cli.main(["inspect", tiny, "--cluster", str(used), *words]) == 0
+    # a strategy of one's own is traced on all islands, also those that the plan leaves out
+    (mine := tmp_path / "mine.toml").write_text("[across]\nshares = [1, 1, 1, 1]\n[layout.mesh]\ndata = -1\n")
+    trace = ["--strategy", str(mine), "--trace", str(tmp_path / "step.json")]
+    assert "old: nothing overlaps: " in planned("--cluster", str(cluster), *trace, *more[:2])
     # the plan of these islands is the same, and only its own files are replaced
     again = planned("--cluster", str(used), "--output", str(strategy), *more[:2], code=0)
     assert "left out" not in again
     cluster.rename(tmp_path / "mine_cluster.toml")
     refused = planned("--cluster", str(used), "--output", str(tmp_path / "mine.toml"), code=2)
     assert "mine_cluster.toml would be written, and that exists and is not from shardtrain plan" in refused
+    (tmp_path / "folder_cluster.toml").mkdir()
+    refused = planned("--cluster", str(used), "--output", str(tmp_path / "folder.toml"), code=2)
+    assert "folder_cluster.toml would be written, and that exists and is not from shardtrain plan" in refused
 
 
 def test_what_does_not_fit_is_said(planned, tmp_path):
@@ -105,6 +112,7 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
     text = planned("--cluster", str(cluster), "--output", str(strategy), "--remat", "none", code=1)
     assert "nothing fits: the smallest needs" in text
     assert "too large" in text
+    assert f"strategy: {strategy} is not written, as nothing fits\n" in text
     assert not strategy.exists()
 
 
