@@ -22,7 +22,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
-from network import Hosts  # noqa: E402
+from network import Hosts  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 WAYS = ("root", "all_reduce", "hierarchical")
 """Values of --reduce."""

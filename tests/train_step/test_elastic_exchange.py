@@ -143,9 +143,9 @@ def test_counters_and_keys_of_optimizers_are_exact():
     assert len(found) == len(expected) >= 2
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     # a slot that skipped its steps is behind
-    values = [({"steps": np.int32(n), "mean": np.float32(n)}, np.float32(n)) for n in (0, 3)]
-    parts = [_weigh_state(x, count, slot, 2) for slot, (x, count) in enumerate(values)]
-    common = _average_state(jax.tree.map(jnp.add, *parts), values[0][0])
+    states = [{"steps": jnp.int32(n), "mean": jnp.float32(n)} for n in (0, 3)]
+    parts = [_weigh_state(x, x["mean"], jnp.int32(slot), 2) for slot, x in enumerate(states)]
+    common = _average_state(jax.tree.map(jnp.add, *parts), states[0])
     assert common == {"steps": 3, "mean": 3.0}
 
 
