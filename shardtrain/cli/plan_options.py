@@ -11,7 +11,7 @@ from shardtrain.cli.compilation import CompileOptions
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.batch_size import BatchGoal
+from shardtrain.plan.batch_size import GOALS
 from shardtrain.report.step_trace import is_trace
 from shardtrain.trainer.strategy import read_strategy
 
@@ -54,7 +54,7 @@ class PlanOptions(CompileOptions):
 
     devices: int | None = None
     device: str | None = None
-    batch: int | BatchGoal | None = None
+    batch: int | str | None = None
     per_node: int | None = None
     link: float | None = None
     node_link: float | None = None
@@ -80,6 +80,8 @@ class PlanOptions(CompileOptions):
         here = [name for name in names if getattr(self, name)]
         problems = list_too_small({"most": self.most, "devices": self.devices})
         problems += list_too_small({"proposals": self.proposals}, 0)
+        if isinstance(self.batch, str) and self.batch not in GOALS:
+            problems.append(f"--batch is {self.batch!r}; use {', '.join(GOALS)} or a number")
         if self.operators and given is not None and len(given.of_islands) > 1:
             problems.append(
                 f"--operators is for devices of one island, and the cluster has {len(given.of_islands)}; give"

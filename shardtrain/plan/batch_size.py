@@ -6,14 +6,15 @@ Every size is a search of islands (`pools.py`), by the programs that were traced
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shardtrain.plan.pools import Pool
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import divisors
 
-BatchGoal = Literal["max", "fastest"]
+GOALS = ("max", "fastest")
+"""The largest batch that fits, and the smallest that is about as fast as any."""
 
 CLOSE = 0.97
 """Part of the most examples a second that the fastest batch may lack, to be a smaller one."""
@@ -49,8 +50,8 @@ class BatchSizes:
     multiple: int
     most: int
 
-    def find(self, goal: BatchGoal) -> ChosenBatch:
-        """Return the batch of a goal; if not even the smallest fits, the smallest."""
+    def find(self, goal: str) -> ChosenBatch:
+        """Return the batch of one of `GOALS`; if not even the smallest fits, the smallest."""
         space, rates = self.space, dict[int, float]()
         if goal == "max":
             space = replace(space, accumulates=(self.accumulate,))

@@ -8,11 +8,11 @@ islands as replicas instead.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 
 from shardtrain import axes
-from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
+from shardtrain.pipeline.block_costs import GRADIENT_BYTES
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import NoCut, best_cut, shortest_cut
@@ -177,7 +177,7 @@ class IslandPipelines:
 
     def _model(self, rows: int) -> ModelCosts:
         """Return the costs of the blocks for a microbatch of `rows` rows, by which they grow evenly."""
-        small, large = self._traced
+        small, large = map(self.subject.block_costs, TRACED_ROWS)
         part = (rows - TRACED_ROWS[0]) / (TRACED_ROWS[1] - TRACED_ROWS[0])
 
         def grow(small: BlockCost, large: BlockCost) -> BlockCost:
@@ -189,11 +189,6 @@ class IslandPipelines:
             first=grow(small.first, large.first),
             last=grow(small.last, large.last),
         )
-
-    @cached_property
-    def _traced(self) -> list[ModelCosts]:
-        init = self.subject.optimizer.init
-        return [model_costs(self.subject.traced_blocks(rows), init) for rows in TRACED_ROWS]
 
     def _predict_whole(self, kind: int, rows: int, accumulate: int) -> Prediction:
         """Predict the whole model on an island of a kind; a stage takes its share of the time."""

@@ -23,9 +23,11 @@ from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, group_by_path
 from shardtrain.functional.rng import new_key
+from shardtrain.pipeline.block_costs import model_costs
 from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.pipeline.stage_costs import ModelCosts
 from shardtrain.plan.machine import Rates
 from shardtrain.plan.prediction import Choice, Cost, StateFigures
 from shardtrain.plan.program import Program, Sharding
@@ -308,6 +310,11 @@ class Subject:
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
         }
         return ChainTrace(self.find_model(None), self.loss, microbatch)
+
+    def block_costs(self, rows: int) -> ModelCosts:
+        """Return the costs of the blocks and ends, for a microbatch of `rows` rows; traced once."""
+        init = self.optimizer.init
+        return self._once(("blocks", rows), lambda: model_costs(self.traced_blocks(rows), init))
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal partition of the blocks into stages of a mesh; None for one stage.

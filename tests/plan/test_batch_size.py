@@ -104,6 +104,8 @@ def test_a_plan_takes_the_batch_that_it_finds(tmp_path, capsys):
     assert line == "batch 14: all of the data, in multiples of 2; shardtrain train takes it as --batch 14"
     assert cli.main(["plan", str(path), *machine, "--batch", "0"]) == 2
     assert "batch is 0; use 1 or more" in capsys.readouterr().err
+    assert cli.main(["plan", str(path), *machine, "--batch", "maximum"]) == 2
+    assert "--batch is 'maximum'; use max, fastest or a number" in capsys.readouterr().err
 
 
 CLUSTER = """

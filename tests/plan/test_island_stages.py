@@ -20,7 +20,6 @@ from shardtrain.islands.cluster import (
 )
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
-from shardtrain.pipeline.block_costs import model_costs
 from shardtrain.plan.island_orders import list_arrangements, name_distribution
 from shardtrain.plan.island_stages import IslandPipelines, plan_stages
 from shardtrain.plan.islands import ReplicaPlanner
@@ -162,7 +161,7 @@ def test_batches_in_flight_fill_the_pipelines_of_waves(subject, tmp_path):
 
 def test_costs_of_blocks_grow_with_the_rows(subject):
     found = IslandPipelines(planned(subject))._model(16)
-    traced = model_costs(subject.traced_blocks(16), subject.optimizer.init)
+    traced = subject.block_costs(16)
     for one, other in (
         (found.first, traced.first),
         (found.last, traced.last),
