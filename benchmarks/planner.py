@@ -414,7 +414,7 @@ def compare_operators() -> None:
         seconds = time.process_time() - began
         ways = [("rules", plan.layout, plan.by_rules)]
         if plan.best is not None:
-            layout = make_operator_strategy(run, batch, plan, run.strategy.remat).layout
+            layout = make_operator_strategy(run, batch, plan, remat).layout
             ways.append(("operators", layout, plan.best[1].best))
         for way, layout, step in ways:
             placement = place_state(subject, Choice(layout=layout))
