@@ -13,6 +13,7 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.batch_size import GOALS
 from shardtrain.report.step_trace import is_trace
+from shardtrain.system.untrusted_files import read_bytes
 from shardtrain.trainer.strategy import read_strategy
 
 
@@ -140,7 +141,7 @@ def check_output(path: Path, *, several: bool) -> None:
             ) from error
     cluster = cluster_path(path)
     header = CLUSTER_HEADER.encode()
-    is_own = not cluster.exists() or (cluster.is_file() and cluster.read_bytes().startswith(header))
+    is_own = not cluster.exists() or (cluster.is_file() and read_bytes(cluster).startswith(header))
     if several and not is_own:
         raise ValueError(
             f"--output is {path}, beside which {cluster} would be written, and that exists and is not from"
