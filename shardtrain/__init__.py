@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardtrain.functional.metrics import add_metrics as add_metrics
     from shardtrain.functional.model import Model as Model
     from shardtrain.functional.nnx_model import from_nnx as from_nnx
+    from shardtrain.functional.remat_counts import RematCounts as RematCounts
     from shardtrain.islands.membership import join as join
     from shardtrain.islands.options import Across as Across
     from shardtrain.islands.watchdog.diagnosis import Watch as Watch
@@ -105,6 +106,7 @@ _MODULES = {
     "functional.nnx_model": ("from_nnx",),
     "optim.optimizer": ("Optimizer", "make_optimizer"),
     "optim.schedules": ("Schedule",),
+    "functional.remat_counts": ("RematCounts",),
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
     "trainer.hooks": ("Hook",),

@@ -282,4 +282,15 @@ def _suggest_fields(kind: Any, value: Any) -> list[str]:
 
 def _takes(hint: Any, value: Any) -> bool:
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    return any(_fits(value, option) for option in options if option is not Any)
+    return any(_fits(value, option) and _reads(option, value) for option in options if option is not Any)
+
+
+def _reads(option: Any, value: Any) -> bool:
+    """Return whether a text is one that a class with a text form can read; True for all other values."""
+    if not (isinstance(value, str) and hasattr(option, "parse")):
+        return True
+    try:
+        option.parse(value)
+    except ValueError:
+        return False
+    return True

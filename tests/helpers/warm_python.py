@@ -70,14 +70,6 @@ def trace_a_step() -> None:
     jax.eval_shape(step, jax.ShapeDtypeStruct((), jnp.uint32), batch)
 
 
-def parse_a_command() -> None:
-    """Parse an option, for which tyro imports what it needs only then."""
-    from shardtrain.cli.field_options import field_options, parse_options
-    from shardtrain.cli.run_options import DeviceOptions
-
-    parse_options(list(field_options(DeviceOptions())), [], "shardtrain")
-
-
 def serve(address: str) -> dict:
     """Fork children until standard input is closed; returns, in each child, what was asked of it."""
     import gc
@@ -89,7 +81,6 @@ def serve(address: str) -> dict:
     # a loss curve takes a tenth of the time of a run here
     setattr(sys.modules["shardtrain.trainer.train"], "draw_curve", lambda folder, output: None)  # noqa: B010
     trace_a_step()
-    parse_a_command()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
