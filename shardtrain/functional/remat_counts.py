@@ -24,7 +24,11 @@ class RematCounts(CompactOptions):
     is free again. In a pipeline each part has its proportion of every policy.
 
     Args:
-      full, outputs, dots, weights, none: number of blocks with this policy, in the order of the blocks.
+      full: number of blocks with this policy; those of all policies are in the order of the fields.
+      outputs: likewise.
+      dots: likewise.
+      weights: likewise.
+      none: likewise.
 
     Raises:
       ValueError: a number is below 0, or there are no blocks.
