@@ -50,6 +50,9 @@ class BatchSizes:
     multiple: int
     most: int
 
+    def _plan(self, rows: int, space: Space) -> Pool:
+        return self.plan([each.resize(rows) for each in self.subjects], space)
+
     def find(self, goal: str) -> ChosenBatch:
         """Return the batch of one of `GOALS`; if not even the smallest fits, the smallest."""
         space, rates = self.space, dict[int, float]()
@@ -62,14 +65,15 @@ class BatchSizes:
                 rates[rows] = 0.0
                 with suppress(ValueError):
                     # seconds are inf if nothing fits
-                    pool = self.plan([each.resize(rows) for each in self.subjects], space)
-                    rates[rows] = rows / pool.seconds
+                    rates[rows] = rows / self._plan(rows, space).seconds
             return rates[rows]
 
         # fewer rows than devices are split over tensor and pipeline
         units = [rows for rows in reversed(divisors(self.multiple)) if rows <= self.most]
         unit = next(filter(rate, units), None)
         if unit is None:
+            # what cannot run at all is an error of its own
+            self._plan(units[-1], space)
             return ChosenBatch(units[-1], "not even this batch fits; use more devices or a smaller model")
         # of a divisor no multiple is tried: the next one does not fit
         end = self.most // unit + 1 if unit == units[0] else 2
