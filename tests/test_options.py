@@ -40,6 +40,7 @@ OTHERS = {
     "benchmarks": "--goodput-minutes --kills --measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
+    "examples whose help is not asked here": "--model.num-groups",
     "of earlier versions, refused with a successor": "--meet-when --sweep",
     "rejected in a decision": "--distribution --placement",
 }
