@@ -1,6 +1,7 @@
 """`shardtrain plan RUN`: rank the layouts of a run on a machine by predicted step time and memory."""
 
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,12 @@ from shardtrain.plan.batch_size import BatchSizes
 from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.island_stages import IslandPipelines, StagesPlan
-from shardtrain.plan.islands import ClusterPlan, KindPlan, ReplicaPlanner, estimate_times
+from shardtrain.plan.islands import ClusterPlan, ReplicaPlanner, estimate_times
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.pools import Pool, plan_pools
-from shardtrain.plan.predict import predict, steps
+from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Step
 from shardtrain.plan.search import find_frontier
 from shardtrain.plan.simulator.operator_search import plan_operators
@@ -57,7 +58,7 @@ from shardtrain.trainer.planned import (
     make_staged_strategy,
     make_subjects,
 )
-from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_strategy
+from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_choice
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import Strategy, strategy_text
 
@@ -92,26 +93,31 @@ def _try_analysis(name: str, text: Callable[[], str]) -> str:
         return f"{name}: {problem}\n"
 
 
-def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
-    """Search the shardings of operators, with the remat policy of the best layout, and write them."""
-    # operators are searched for blocks that are alike: those that recompute most
-    remat = kind.plan.ranked[0].choice.remat
-    remat = remat and remat.partition("=")[0]
-    found = plan_operators(
-        subject,
-        kind.machine,
-        kind.kind.devices or 1,
-        layout=make_space(run, parse_mesh(options.fixed)).layout,
-        remat=remat,
-        proposals=options.proposals,
-        seed=run.seed,
-    )
-    text = operators_text(found, options.proposals)
-    if options.output is None:
-        return text
-    if found.best is None:
-        return f"{text}not written, as no operators are better than the best layout by rules\n"
-    return text + _write(options.output, make_operator_strategy(run, subject.batch, found, remat))
+def _add_operators(
+    run: Run, options: PlanOptions, space: Space, plan: ClusterPlan
+) -> tuple[ClusterPlan, str]:
+    """Return the plan with the best shardings of operators among its choices; and a text about them."""
+    (kind,) = plan.kinds
+    if not kind.plan.ranked:
+        return plan, ""
+    try:
+        found = plan_operators(
+            kind.subject,
+            kind.machine,
+            kind.kind.devices or 1,
+            space=space,
+            best=kind.plan.ranked[0],
+            proposals=options.proposals,
+            seed=run.seed,
+        )
+    except ValueError as problem:
+        return plan, f"operators: {problem}\n"
+    ranked = list(kind.plan.ranked)
+    if found.best is not None:
+        choice = make_operator_choice(run, kind.subject.batch, found.best)
+        insort(ranked, choice, key=lambda each: each.order)
+    kind = replace(kind, plan=replace(kind.plan, ranked=tuple(ranked)))
+    return replace(plan, kinds=(kind,)), operators_text(found, options.proposals)
 
 
 def _write(path: Path, strategy: Strategy) -> str:
@@ -232,21 +238,26 @@ def compile_plan(run: Run, plan: ClusterPlan, kind: str) -> str:
             continue
         devices, counted = each.kind.devices or 1, each.subject
         subject = replace(counted, target=counted.target._replace(has_flash=False))
-        (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
+        chosen = each.plan.ranked[0]
+        by_rules = replace(chosen.choice, layout=replace(chosen.choice.layout, operators={}))
+        (step,) = steps(subject, each.machine, devices, [by_rules])
         # the strategy that --output writes for an island of this kind alone
         best = replace(plan, kinds=(each,), shares=plan.shares[:1])
         own = replace(run, strategy=make_planned_strategy(run, best))
         rows = round(step.batch_bytes / subject.row_bytes)
         found = compile_figures(own, kind, step.sizes, rows)
-        predicted = predict(step, each.machine)
+        predicted, sent = predict(step, each.machine), sum_sent_by_axes(step, simulated=kind == "cpu")
+        if chosen.change is not None:
+            predicted, sent = chosen.change.predict(predicted), chosen.change.predict_sent(sent)
         title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
-        texts.append("\n" + format_compiled(found, step, predicted, title=title, simulated=kind == "cpu"))
+        texts.append("\n" + format_compiled(found, predicted, title=title, sent_bytes=sent))
         if step.sizes[axes.PIPELINE] > 1:
             texts.append(EVERY_TICK)
         exchange = counted.exchange(step.choice.layout, step.sizes)
         if counts_flash(counted.program(step.choice.remat, exchange=exchange)):
             texts.append(ABSENT_ATTENTION)
-        texts += [f"{line}\n" for line in _list_flags(subject, step, found)]
+        if chosen.change is None:
+            texts += [f"{line}\n" for line in _list_flags(subject, step, found)]
     return "".join(texts)
 
 
@@ -319,21 +330,23 @@ def main(arguments: Sequence[str]) -> int:
             "synchronisation: a plan of one island adds up gradients over data in every step, as does its"
             " strategy; --synchronisation is ignored\n"
         )
-    terminal.out(plan_text(plan, options.most) + pools_text(pools, cluster.islands))
+    pool, about_operators = pools.pool, ""
+    if options.operators:
+        ranked, about_operators = _add_operators(run, options, space, plan)
+        pool = replace(pool, replicas=ranked)
+    text = plan_text(pool.replicas, options.most) + pools_text(pools, cluster.islands)
+    terminal.out(text + about_operators)
     if options.output is not None:
         # written before any analysis can fail
-        terminal.out(_write_pool(run, options.output, cluster, pools.pool))
+        terminal.out(_write_pool(run, options.output, cluster, pool))
     if options.explain:
-        for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
+        for each in (one for one in pool.replicas.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explain_plan(each.plan.ranked[0]))
         terminal.out(explain_join(plan) if plan.fits else "")
     if options.frontier is not None:
         terminal.out(_draw_frontiers(options.frontier, plan, space))
     if options.advise:
         terminal.out(_try_analysis("advise", partial(plan_advice_text, plan)))
-    if options.operators and plan.kinds[0].plan.ranked:
-        text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
-        terminal.out(_try_analysis("operators", text))
     if options.layers:
         text = partial(
             _layers_text, run, options.output, subjects[0], planner.plan_all(), cluster.link_gb_per_second
@@ -345,5 +358,5 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(_make_trace(run, options.trace, traced, given=given))
     if options.compile is not None:
         with cache_programs(flags_text):
-            terminal.out(compile_plan(run, plan, options.compile))
-    return DONE if pools.pool.fits else FAILED
+            terminal.out(compile_plan(run, pool.replicas, options.compile))
+    return DONE if pool.fits else FAILED

@@ -1,7 +1,7 @@
 """Types of a prediction: the choice, the costs it is made from, memory and seconds. Values only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardtrain import axes
@@ -122,6 +122,60 @@ class Prediction:
     memory: Memory
     seconds: Seconds
     flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorChange:
+    """What operators that are not sharded by the rules of their layout change in its prediction.
+
+    Args:
+      state: bytes of parameters, gradients and optimizer state, over those of the layout.
+      activations: bytes of activations.
+      compute, update: seconds.
+      flops: flops of a device.
+      sent_seconds: mesh axes -> seconds of collectives.
+      sent_bytes: mesh axes -> bytes that a device sends.
+    """
+
+    state: float
+    activations: float
+    compute: float
+    update: float
+    flops: float
+    sent_seconds: Mapping[tuple[str, ...], float]
+    sent_bytes: Mapping[tuple[str, ...], float]
+
+    def predict(self, layout: Prediction) -> Prediction:
+        """Return the prediction of a step from that of its layout."""
+        memory, seconds = layout.memory, layout.seconds
+        return Prediction(
+            memory=replace(
+                memory,
+                parameters=self.state * memory.parameters,
+                optimizer=self.state * memory.optimizer,
+                gradients=self.state * memory.gradients,
+                activations=memory.activations + self.activations,
+            ),
+            seconds=replace(
+                seconds,
+                compute=seconds.compute + self.compute,
+                update=seconds.update + self.update,
+                collectives=_add_by_axes(seconds.collectives, self.sent_seconds),
+            ),
+            flops=layout.flops + self.flops,
+        )
+
+    def predict_sent(self, layout: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+        """Return the bytes that a device sends over mesh axes from those of its layout."""
+        return _add_by_axes(layout, self.sent_bytes)
+
+
+def _add_by_axes(
+    one: Mapping[tuple[str, ...], float], other: Mapping[tuple[str, ...], float]
+) -> dict[tuple[str, ...], float]:
+    sums = {over: one.get(over, 0.0) + other.get(over, 0.0) for over in dict.fromkeys((*one, *other))}
+    # what is taken away may be counted a little larger than before
+    return {over: value for over, value in sums.items() if value > 0}
 
 
 class SentCollective(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import predict_choices
-from shardtrain.plan.prediction import Choice, Prediction
+from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
 from shardtrain.plan.space import Space, count_mixed_blocks, list_allowed_choices, list_allowed_remats
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
@@ -28,11 +28,13 @@ class RankedChoice:
       choice: the choice.
       prediction: its prediction.
       fits: whether it fits the memory of a device.
+      change: what operators with shardings of their own change; None if it has none.
     """
 
     choice: Choice
     prediction: Prediction
     fits: bool
+    change: OperatorChange | None = None
 
     @property
     def is_pipeline(self) -> bool:

@@ -218,7 +218,8 @@ def mesh_text(layout: Layout) -> str:
     attention = f" --context-attention {kind}" if kind != "ring" and axes.CONTEXT in layout.mesh else ""
     sequence = " --sequence-sharded" if layout.sequence_sharded else ""
     products = " --collective-matmul" if layout.collective_matmul else ""
-    return f"--mesh {mesh}{zero}{sequence}{products}{attention}"
+    operators = f" and {len(layout.operators)} operators" if layout.operators else ""
+    return f"--mesh {mesh}{zero}{sequence}{products}{attention}{operators}"
 
 
 TRIED = 64

@@ -1,6 +1,6 @@
 """Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
-from shardtrain.plan.simulator.operator_search import OperatorPlan, SearchResult, ShardedStep, StepScore
+from shardtrain.plan.simulator.operator_search import OperatorPlan, SearchResult
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
 from shardtrain.plan.space import mesh_text
 from shardtrain.report.quantities import bytes_text, seconds_text
@@ -10,42 +10,25 @@ MOST_SHOWN = 16
 
 
 def operators_text(plan: OperatorPlan, proposals: int) -> str:
-    """Format the best layout, the best shardings of operators found from each start, and how they differ.
+    """Format what the best shardings of operators gain, and how they differ from rules.
 
     Args:
       plan: the plan.
       proposals: number of proposals from each start.
     """
-    number = len(plan.by_rules.space.graph.operators)
-    text = f"\nshardings of {number} operators, {proposals} proposals from each layout; collectives overlap\n"
-    rows = [(mesh_text(plan.layout), "rules", *_figures(plan.by_rules), "")]
-    rows += [
-        (mesh_text(layout), "operators", *_figures(each.best), str(each.accepted))
-        for layout, each in plan.searched
-    ]
-    text += table_text(("layout", "shards by", "step", "sent", "memory", "kept"), rows)
-    if plan.best is None:
-        return f"{text}best: the layout {mesh_text(plan.layout)}\n"
-    layout, best = plan.best
-    gained = f"{100 * (1 - best.best.judged.seconds / plan.by_rules.judged.seconds):.1f}% less than"
-    if not plan.by_rules.judged.fits:
-        gained = "which fits, unlike"
-    text += f"best: operators on {mesh_text(layout)}, {gained} the best layout by rules\n"
-    return text + _differences(best)
-
-
-def _figures(step: ShardedStep) -> tuple[str, str, str]:
-    sent, kept = sum(step.sent_bytes.values()), step.space.memory_bytes(step.shardings)
-    return format_judged(step.judged), bytes_text(sent), bytes_text(kept)
-
-
-def format_judged(judged: StepScore) -> str:
-    """Format the seconds of a step, and whether it fits.
-
-    >>> format_judged(StepScore(0.44, 0.02, False))
-    '20 ms, too large'
-    """
-    return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")
+    layout, best = plan.best_layout, plan.best
+    starts = ", ".join(mesh_text(each.layout.choice.layout) for each in plan.searched)
+    text = f"\noperators: {proposals} changes of each of {len(plan.searched)} layouts ({starts or 'none'})\n"
+    if best is None:
+        return f"{text}no operators are better than by rules\n"
+    gain = 100 * (1 - best.prediction.seconds.total / layout.prediction.seconds.total)
+    gain = f"{abs(gain):.1f}% {'less' if gain > 0 else 'more'} time than the best layout"
+    if best.result.best.judged.fits > layout.fits:
+        gain = "it fits, as no layout does"
+    sent, before = (bytes_text(total) for total in (best.sent_bytes, plan.best_bytes))
+    text += f"the best, on {mesh_text(best.layout.choice.layout)}: {gain}; a device sends {sent},"
+    text += f" with the best layout {before}\n"
+    return text + _differences(best.result)
 
 
 def _differences(found: SearchResult) -> str:

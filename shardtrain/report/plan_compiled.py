@@ -1,13 +1,12 @@
 """Compare the compiled step of a plan with its prediction, for `shardtrain plan --compile`."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardtrain import axes
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import ALL_GATHER, sum_by_axis
-from shardtrain.plan.predict import sum_sent_by_axes
-from shardtrain.plan.prediction import Prediction, Step
+from shardtrain.plan.prediction import Prediction
 from shardtrain.report.quantities import bytes_text, count_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.specs import Row, spec_axes
@@ -17,16 +16,19 @@ SMALL = 0.01
 
 
 def format_compiled(
-    found: Figures, step: Step, predicted: Prediction, *, title: str, simulated: bool = False
+    found: Figures,
+    predicted: Prediction,
+    *,
+    title: str,
+    sent_bytes: Mapping[tuple[str, ...], float],
 ) -> str:
     """Format memory, flops and bytes by mesh axes of a compiled step and of its prediction.
 
     Args:
       found: the figures of the compiled step.
-      step: the step from which the prediction was made.
       predicted: the prediction.
       title: the title of the table.
-      simulated: whether the step was compiled for simulated devices.
+      sent_bytes: mesh axes -> bytes that a device sends, as predicted.
     """
     memory = predicted.memory
     state = memory.parameters + memory.optimizer + memory.batch
@@ -46,9 +48,9 @@ def format_compiled(
     of_compiled: dict[tuple[str, ...], float] = {}
     for (_, over), (_, sent) in sum_by_axis(found.collectives).items():
         of_compiled[over] = of_compiled.get(over, 0.0) + sent
-    of_plan = sum_sent_by_axes(step, simulated=simulated)
-    for over in sorted({*of_compiled, *of_plan}, key=lambda over: [axes.AXES.index(axis) for axis in over]):
-        sent = of_plan.get(over, 0.0), of_compiled.get(over, 0.0)
+    all_axes = {*of_compiled, *sent_bytes}
+    for over in sorted(all_axes, key=lambda over: [axes.AXES.index(axis) for axis in over]):
+        sent = sent_bytes.get(over, 0.0), of_compiled.get(over, 0.0)
         rows.append((f"sent over {'+'.join(over)}", *_compare(*sent, bytes_text)))
     header = ("of a step", "predicted", "compiled", "predicted / compiled")
     return table_text(header, rows, title=title)

@@ -17,7 +17,8 @@ from shardtrain.functional.rng import new_key
 from shardtrain.jaxpr.operators import Operator
 from shardtrain.plan.layers.compare import LayerPlan, is_even
 from shardtrain.plan.layers.partition import TYPE_I, TYPE_II, TYPE_III, Split
-from shardtrain.plan.simulator.operator_search import OperatorPlan
+from shardtrain.plan.search import RankedChoice
+from shardtrain.plan.simulator.operator_search import LayoutSearch
 from shardtrain.plan.simulator.operators import Operator as PlannedOperator
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -30,22 +31,20 @@ from shardtrain.trainer.strategy import Strategy
 Batch = Mapping[str, jax.ShapeDtypeStruct]
 
 
-def make_operator_strategy(run: Run, batch: Batch, plan: OperatorPlan, remat: str | None) -> Strategy:
-    """Return a run's strategy with the best layout, and the operators that are not sharded by its rules.
+def make_operator_choice(run: Run, batch: Batch, found: LayoutSearch) -> RankedChoice:
+    """Return what a search found as a choice: its layout names the operators that rules do not shard.
 
     Args:
       run: the run.
       batch: name -> shape and dtype.
-      plan: the result of the search, which has a best.
-      remat: the remat policy for which it searched.
+      found: the result of the search.
     """
-    assert plan.best is not None
-    layout, found = plan.best
-    space, shapes = found.best.space, _shapes(run)
-    operators = _trace(run, batch, layout)
+    result, choice = found.result, found.layout.choice
+    space, shapes = result.best.space, _shapes(run)
+    operators = _trace(run, batch, choice.layout)
     table: dict[str, Shards] = {}
     for lead, members in space.graph.groups.items():
-        if found.best.shardings[lead] == found.start.shardings[lead]:
+        if result.best.shardings[lead] == result.start.shardings[lead]:
             continue
         for number in members:
             each = space.graph.operators[number]
@@ -55,11 +54,15 @@ def make_operator_strategy(run: Run, batch: Batch, plan: OperatorPlan, remat: st
                 dims = {str(n): size for n, size in enumerate(shapes[each.scope])}
             else:
                 continue
-            pairs = zip(space.sizes, found.best.shardings[number], strict=True)
+            pairs = zip(space.sizes, result.best.shardings[number], strict=True)
             split = {axis: dim for axis, dim in pairs if dim and axis != axes.DATA}
             table[each.scope] = _fit(dims, space.sizes, _list_named(each, dims, split))
-    strategy = replace(run.strategy, layout=replace(layout, operators=table), remat=remat)
-    return replace(strategy, accumulate=1, islands={})
+    return RankedChoice(
+        choice=replace(choice, layout=replace(choice.layout, operators=table)),
+        prediction=found.prediction,
+        fits=result.best.judged.fits,
+        change=found.change,
+    )
 
 
 def make_layer_strategy(run: Run, batch: Batch, plan: LayerPlan) -> Strategy:

@@ -1,28 +1,30 @@
-"""Search a sharding for each operator of a layout by a Markov chain, and compare it with the best layout.
+"""Search a sharding for each operator, from the best layouts and by their prediction.
 
-The search is the one of FlexFlow (Jia et al. 2019, section 6): a change is proposed, simulated, and kept by
+The search is the one of FlexFlow (Jia et al. 2019, section 6): a change is proposed, predicted, and kept by
 the rule of Metropolis. What a run shards together changes together (`Operators.groups`), and the axis data
-splits rows alone.
+splits rows alone. The prediction is that of the layout, and what its operators take more or less.
 """
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice
-from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
+from shardtrain.plan.predict import steps, sum_sent_by_axes
+from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
+from shardtrain.plan.search import RankedChoice, search
+from shardtrain.plan.simulator.operator_shardings import Move, Rest, ShardedOperators, Sharding
 from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
-from shardtrain.plan.simulator.task_graph import Key, Task, simulate
-from shardtrain.plan.space import list_layouts
+from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace_loss
 from shardtrain.plan.traced_experts import TracedExperts
-from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.single_arrays import OPERATOR_AXES
 
@@ -33,7 +35,7 @@ MEAN_RUN = 8
 """Mean number of consecutive operators of a proposal that changes several."""
 
 NUM_STARTS = 3
-"""Number of layouts from which it searches, the fastest ones with an axis that may split anything."""
+"""Number of layouts from which it searches."""
 
 TOO_LARGE = 10.0
 """Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
@@ -44,7 +46,7 @@ class StepScore(NamedTuple):
 
     Args:
       cost: the seconds, times a penalty if it does not fit, for comparisons.
-      seconds: simulated seconds of the step.
+      seconds: predicted seconds of the step.
       fits: whether it fits the memory of a device.
     """
 
@@ -55,19 +57,19 @@ class StepScore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedStep:
-    """A step whose operators are sharded, and its simulation.
+    """A step whose operators are sharded.
 
     Args:
       space: the operators on a mesh.
       shardings: sharding of each operator.
-      sent: number of a value -> the tasks that bring it to the operators that need it.
-      tasks: all tasks by number.
+      computed: seconds of each operator.
+      moved: number of a value -> the collectives that bring it to the operators that need it.
     """
 
     space: ShardedOperators
     shardings: tuple[Sharding, ...]
-    sent: Mapping[int, Transfers]
-    tasks: Mapping[Key, Task]
+    computed: Mapping[int, float]
+    moved: Mapping[int, Sequence[Move]]
 
     @classmethod
     def of(cls, space: ShardedOperators, shardings: Sequence[Sharding]) -> "ShardedStep":
@@ -87,7 +89,7 @@ class ShardedStep:
         return nothing.changed(dict(enumerate(shardings)))
 
     def changed(self, new: Mapping[int, Sharding]) -> "ShardedStep":
-        """Return the step with other shardings of some operators; only their tasks are made again."""
+        """Return the step with other shardings of some operators; only what they change is computed again."""
         space = self.space
         shardings = tuple(new.get(number, sharding) for number, sharding in enumerate(self.shardings))
         values = {
@@ -95,29 +97,35 @@ class ShardedStep:
             for number in new
             for value in (*space.made_by.get(number, ()), *space.read_by.get(number, ()))
         }
-        sent = {**self.sent, **{value: space.transfers(value, shardings) for value in values}}
-        users = {use.operator for value in values for use in space.graph.values[value].uses}
-        tasks = dict(self.tasks)
-        for value in values:
-            for of_use in self.sent.get(value, {}).values():
-                for task in of_use:
-                    del tasks[task.key]
-            tasks |= {task.key: task for of_use in sent[value].values() for task in of_use}
-        for number in {*users, *new}:
-            tasks[number, 0] = space.compute_task(number, shardings[number], sent)
-        return ShardedStep(space, shardings, sent, tasks)
+        return ShardedStep(
+            space,
+            shardings,
+            {**self.computed, **{number: space.seconds(number, new[number]) for number in new}},
+            {**self.moved, **{value: tuple(space.moves(value, shardings)) for value in values}},
+        )
 
     @cached_property
     def judged(self) -> StepScore:
         """The score of the step."""
-        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
-        seconds = simulate(self.tasks).makespan
+        rest, space = self.space.rest, self.space
+        kept = space.kept_bytes(self.shardings) + space.activation_bytes(self.shardings)
+        over = (rest.memory_bytes + kept) / space.machine.rates.memory_bytes
+        seconds = rest.seconds + sum(self.computed.values())
+        seconds += sum(move.seconds for moves in self.moved.values() for move in moves)
         return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
-    @cached_property
-    def sent_bytes(self) -> Mapping[tuple[str, ...], float]:
-        """Mesh axes -> the bytes that each device sends over them."""
-        return self.space.sent_bytes(self.shardings)
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends for its operators."""
+        return sum(self.sum_moves("num_bytes").values())
+
+    def sum_moves(self, name: Literal["seconds", "num_bytes"]) -> dict[tuple[str, ...], float]:
+        """Return mesh axes -> the sums of a field of the collectives over them."""
+        found: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for moves in self.moved.values():
+            for move in moves:
+                found[move.axes] += getattr(move, name)
+        return dict(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +144,7 @@ class SearchResult:
 
 
 def search_shardings(
-    space: ShardedOperators,
-    start: Sequence[Sharding],
+    start: ShardedStep,
     *,
     proposals: int,
     seed: int = 0,
@@ -151,17 +158,16 @@ def search_shardings(
     not sample a distribution.
 
     Args:
-      space: the operators on a mesh.
-      start: a sharding of each operator that fits it; a group with that of its first has that of the others.
+      start: the step from which it begins; a group with the sharding of its first has those of the others.
       proposals: number of proposals.
       seed: seed of the proposals.
       most_bytes: the most bytes that a device may send in the best step, if it is not the start.
     """
     rng = random.Random(seed)
-    first = now = best = ShardedStep.of(space, start)
+    now = best = start
     accepted = 0
     for _ in range(proposals):
-        new = _proposal(first, now.shardings, rng)
+        new = _proposal(start, now.shardings, rng)
         if not new:
             continue
         tried = now.changed(new)
@@ -169,9 +175,9 @@ def search_shardings(
         if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
             continue
         now, accepted = tried, accepted + 1
-        if tried.judged.cost < best.judged.cost and sum(tried.sent_bytes.values()) <= most_bytes:
+        if tried.judged.cost < best.judged.cost and tried.sent_bytes <= most_bytes:
             best = tried
-    return SearchResult(start=first, best=best, accepted=accepted)
+    return SearchResult(start=start, best=best, accepted=accepted)
 
 
 def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Random) -> dict[int, Sharding]:
@@ -242,26 +248,75 @@ def _project(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutSearch:
+    """A search from a layout.
+
+    Args:
+      layout: the layout.
+      layout_sent: mesh axes -> bytes that a device sends with it.
+      result: the result of the search from its rules.
+    """
+
+    layout: RankedChoice
+    layout_sent: Mapping[tuple[str, ...], float]
+    result: SearchResult
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends with what was found."""
+        return sum(self.change.predict_sent(self.layout_sent).values())
+
+    @property
+    def change(self) -> OperatorChange:
+        """What was found changes in the prediction of the layout."""
+        start, best = self.result.start, self.result.best
+        space, kinds = best.space, [each.kind for each in best.space.graph.operators]
+        gained = {True: 0.0, False: 0.0}
+        for number, kind in enumerate(kinds):
+            gained[kind == "update"] += best.computed[number] - start.computed[number]
+        pairs = enumerate(zip(start.shardings, best.shardings, strict=True))
+        return OperatorChange(
+            # parameters, gradients and optimizer state are split alike
+            state=space.kept_bytes(best.shardings) / space.kept_bytes(start.shardings),
+            activations=space.activation_bytes(best.shardings) - space.activation_bytes(start.shardings),
+            compute=gained[False],
+            update=gained[True],
+            flops=sum(space.flops(number, new) - space.flops(number, old) for number, (old, new) in pairs),
+            sent_seconds=_subtract(best.sum_moves("seconds"), start.sum_moves("seconds")),
+            sent_bytes=_subtract(best.sum_moves("num_bytes"), start.sum_moves("num_bytes")),
+        )
+
+    @property
+    def prediction(self) -> Prediction:
+        """The prediction of what was found."""
+        return self.change.predict(self.layout.prediction)
+
+
+def _subtract(
+    one: Mapping[tuple[str, ...], float], other: Mapping[tuple[str, ...], float]
+) -> dict[tuple[str, ...], float]:
+    return {over: one.get(over, 0.0) - other.get(over, 0.0) for over in dict.fromkeys((*one, *other))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperatorPlan:
     """The result of a search over the shardings of operators.
 
     Args:
-      layout: the best layout.
-      by_rules: the step whose operators its rules shard.
-      searched: layouts, and the results of searches from their rules.
+      best_layout: the best layout.
+      best_bytes: bytes that a device sends in its step.
+      searched: the searches, from the best layout without a pipeline on.
     """
 
-    layout: Layout
-    by_rules: ShardedStep
-    searched: Sequence[tuple[Layout, SearchResult]]
+    best_layout: RankedChoice
+    best_bytes: float
+    searched: Sequence[LayoutSearch]
 
     @property
-    def best(self) -> tuple[Layout, SearchResult] | None:
-        """The best layout with shardings of operators, if it is faster than the best layout."""
-        found = min(self.searched, key=lambda each: each[1].best.judged.cost, default=None)
-        if found is None or found[1].best.judged.cost >= self.by_rules.judged.cost:
-            return None
-        return found
+    def best(self) -> LayoutSearch | None:
+        """The best of what was found, which need not be better than the best layout; None if nothing was."""
+        changed = (each for each in self.searched if each.result.best is not each.result.start)
+        return min(changed, key=lambda each: each.result.best.judged.cost, default=None)
 
 
 def plan_operators(
@@ -269,12 +324,12 @@ def plan_operators(
     machine: Machine,
     num_devices: int,
     *,
-    layout: Layout,
-    remat: str | None,
+    space: Space,
+    best: RankedChoice,
     proposals: int,
     seed: int,
 ) -> OperatorPlan:
-    """Search the shardings of all operators from the best layouts.
+    """Search the shardings of all operators, from the best layouts for one microbatch and one remat policy.
 
     What is found sends no more bytes than the best layout, unless that does not fit.
 
@@ -282,8 +337,8 @@ def plan_operators(
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
       num_devices: number of devices.
-      layout: rules and fixed axis sizes of all layouts.
-      remat: remat policy.
+      space: rules and fixed axis sizes of all layouts.
+      best: the best layout; its remat policy is kept, or the one of blocks that recompute most.
       proposals: number of proposals from each start.
       seed: seed of the proposals.
 
@@ -292,27 +347,68 @@ def plan_operators(
     """
     if num_devices == 1:
         raise ValueError("one device has no operators to shard; give 2 devices or more")
+    remat = best.choice.remat and best.choice.remat.partition("=")[0]
     graph = trace_whole_step(subject, num_devices, remat)
-    ruled = _rank_by_rules(subject, machine, num_devices, layout, graph)
-    best, by_rules = ruled[0]
-    most_bytes = sum(by_rules.sent_bytes.values()) if by_rules.judged.fits else math.inf
-    # models constrain sequences and the tokens of experts between operators, which the search does not know
-    has_experts = any("ragged_dot" in each.name for each in graph.operators)
-    starts = [
-        (each, step)
-        for each, step in ruled
-        if set(step.space.sizes) != {axes.DATA} and not (each.sequence_sharded or has_experts)
+    most_bytes = sum(_count_sent(subject, machine, num_devices, best.choice).values())
+    searched = []
+    for layout in _find_starts(subject, machine, num_devices, space, remat):
+        mesh = axis_sizes(layout.choice.layout.mesh, num_devices)
+        start = shard_by_rules(graph, machine, mesh, subject.state(layout.choice, num_devices).layout)
+        start = _add_rest(start, layout.prediction)
+        sent = _count_sent(subject, machine, num_devices, layout.choice)
+        most = most_bytes - sum(sent.values()) + start.sent_bytes if best.fits else math.inf
+        result = search_shardings(start, proposals=proposals, seed=seed, most_bytes=most)
+        searched.append(LayoutSearch(layout=layout, layout_sent=sent, result=result))
+    return OperatorPlan(best_layout=best, best_bytes=most_bytes, searched=searched)
+
+
+def _find_starts(
+    subject: Subject, machine: Machine, num_devices: int, space: Space, remat: str | None
+) -> list[RankedChoice]:
+    """Return the best layouts from which operators are searched.
+
+    Raises:
+      ValueError: no layout splits only what operators can.
+    """
+    layout = replace(space.layout, mesh={axes.PIPELINE: 1, **space.layout.mesh})
+    space = replace(space, layout=layout, accumulates=(1,), remats=(remat,))
+    ranked = [
+        each
+        for each in search(subject, machine, num_devices, space, most=MOST_DEVICES).ranked
+        # all ZeRO stages send the same bytes if gathered weights are kept for the backward
+        if each.choice.layout.zero == 3
+        and all(size == 1 or axis in OPERATOR_AXES for axis, size in each.choice.layout.mesh.items())
     ]
-    searched = [
-        (
-            found,
-            search_shardings(
-                step.space, step.shardings, proposals=proposals, seed=seed, most_bytes=most_bytes
-            ),
+    if not ranked:
+        raise ValueError(
+            f"no layout over only {', '.join(OPERATOR_AXES)} runs on these devices, and operators are"
+            " searched from one; leave out --fixed of other axes, or use another number of devices"
         )
-        for found, step in starts[:NUM_STARTS]
+    # models constrain sequences and the tokens of experts between operators, which the search does not know
+    if subject.num_experts:
+        return []
+    free = [
+        each
+        for each in ranked
+        if not each.choice.layout.sequence_sharded and {axes.FSDP, axes.TENSOR} & set(each.choice.layout.mesh)
     ]
-    return OperatorPlan(layout=best, by_rules=by_rules, searched=searched)
+    return free[:NUM_STARTS]
+
+
+def _count_sent(
+    subject: Subject, machine: Machine, num_devices: int, choice: Choice
+) -> dict[tuple[str, ...], float]:
+    """Return mesh axes -> bytes that a device sends in a step of a layout."""
+    (step,) = steps(subject, machine, num_devices, [choice])
+    return sum_sent_by_axes(step, simulated=machine.simulated)
+
+
+def _add_rest(step: ShardedStep, predicted: Prediction) -> ShardedStep:
+    """Return the step of a layout with what its prediction has beside its operators."""
+    space, shardings = step.space, step.shardings
+    memory = predicted.memory.total - space.kept_bytes(shardings) - space.activation_bytes(shardings)
+    rest = Rest(predicted.seconds.total - step.judged.seconds, memory)
+    return ShardedStep.of(replace(space, rest=rest), shardings)
 
 
 def trace_whole_step(subject: Subject, num_devices: int, remat: str | None) -> Operators:
@@ -347,29 +443,6 @@ def shard_by_rules(
                     sharding = tried
         found.append(sharding)
     return ShardedStep.of(space, found)
-
-
-def _rank_by_rules(
-    subject: Subject, machine: Machine, num_devices: int, layout: Layout, graph: Operators
-) -> list[tuple[Layout, ShardedStep]]:
-    """Return layouts and the steps that their rules shard, the fastest first."""
-    found = []
-    for each in list_layouts(num_devices, layout):
-        sizes = axis_sizes(each.mesh, num_devices)
-        # all ZeRO stages send the same bytes if gathered weights are kept for the backward
-        if each.zero != 3 or any(size > 1 and axis not in OPERATOR_AXES for axis, size in sizes.items()):
-            continue
-        try:
-            completed = subject.state(Choice(layout=each), num_devices).layout
-        except ValueError:
-            continue
-        found.append((each, shard_by_rules(graph, machine, sizes, completed)))
-    if not found:
-        raise ValueError(
-            f"no layout over only {', '.join(OPERATOR_AXES)} runs on these devices, and operators are"
-            " compared with one; leave out --fixed of other axes, or use another number of devices"
-        )
-    return sorted(found, key=lambda each: each[1].judged.cost)
 
 
 def _list_ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:

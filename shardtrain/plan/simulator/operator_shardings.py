@@ -1,7 +1,7 @@
-"""Make the tasks of a step whose operators each have their own sharding. No jax.
+"""Predict a step whose operators each have their own sharding: what devices compute, send and keep. No jax.
 
-All devices do the same at the same time, so there is one queue for computation and one for each link. If an
-operator needs a value in another sharding, a collective moves it. Next: `operator_search.py`.
+All devices do the same at the same time. If an operator needs a value in another sharding, a collective moves
+it. As in the prediction of a layout, nothing overlaps. Next: `operator_search.py`.
 """
 
 import math
@@ -9,29 +9,50 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
-from shardtrain.plan.simulator.task_graph import Key, Task
 from shardtrain.plan.traffic import count_sent_bytes
 
 Sharding = tuple[str | None, ...]
 """The dim that each mesh axis shards; None if its devices all do the same."""
 
-Move = tuple[str, tuple[str, ...], float, float]
-"""A collective, the mesh axes that it runs over, its seconds, and the bytes that a device sends."""
-
-Transfers = Mapping[Sharding, Sequence[Task]]
-"""Sharding that operators need -> the tasks that bring a value into it, () if it has it already."""
-
 PARTIAL = "partial"
 """In the place of a dim: each device has a partial sum."""
 
-AHEAD = 8
-"""Number of operators before the one that needs a parameter at which it is gathered."""
+
+class Move(NamedTuple):
+    """A collective that changes the sharding of a value.
+
+    Args:
+      kind: as in `plan.hlo.collectives`.
+      axes: the mesh axes that it runs over.
+      seconds: its seconds in a step.
+      num_bytes: the bytes that a device sends in a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: float
+    num_bytes: float
+
+
+class Rest(NamedTuple):
+    """What the prediction of a layout has beside what its operators take by its rules; may be negative.
+
+    Args:
+      seconds: of a step.
+      memory_bytes: of a device.
+    """
+
+    seconds: float
+    memory_bytes: float
+
+
+NOTHING = Rest(0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +63,13 @@ class ShardedOperators:
       graph: the operators and their values.
       machine: the devices.
       sizes: mesh axis -> size, the slowest link first.
+      rest: of the prediction of the layout with this mesh.
     """
 
     graph: Operators
     machine: Machine
     sizes: Mapping[str, int]
+    rest: Rest = NOTHING
     _seconds: dict[tuple[int, Sharding], float] = field(default_factory=dict, init=False, repr=False)
     _moves: dict[Any, list[Move]] = field(default_factory=dict, init=False, repr=False)
 
@@ -87,87 +110,39 @@ class ShardedOperators:
             )
         return self._seconds[number, sharding]
 
+    def flops(self, number: int, sharding: Sharding) -> float:
+        """Return the flops of an operator on each device, in all its trips."""
+        work = self.graph.operators[number].work
+        return sum(times * self._select_device(flops, sharding) for flops, _, times in work)
+
     def _kernel_seconds(self, flops: Part, arrays: Sequence[Part], sharding: Sharding) -> float:
         moved = sum(self._select_device(each, sharding) for each in arrays)
         return float(self.machine.rates.seconds(self._select_device(flops, sharding), moved))
 
-    def memory_bytes(self, shardings: Sequence[Sharding]) -> float:
-        """Return the bytes of parameters, gradients and state, and of activations that a backward reads."""
-        operators = self.graph.operators
-        kept = sum(
+    def kept_bytes(self, shardings: Sequence[Sharding]) -> float:
+        """Return the bytes of parameters, gradients and optimizer state on each device."""
+        return sum(
             operator.kept_bytes / self._parts(sharding, set(operator.sizes))
-            for operator, sharding in zip(operators, shardings, strict=True)
+            for operator, sharding in zip(self.graph.operators, shardings, strict=True)
             if operator.kept_bytes
         )
-        return kept + sum(
+
+    def activation_bytes(self, shardings: Sequence[Sharding]) -> float:
+        """Return the bytes of activations that the backward reads on each device."""
+        operators = self.graph.operators
+        return sum(
             max(use.num_bytes for use in value.uses) / self._parts(shardings[value.source], value.dims)
             for value in self.graph.values
             if operators[value.source].kind == "forward"
             and any(operators[use.operator].kind == "backward" for use in value.uses)
         )
 
-    def compute_task(self, number: int, sharding: Sharding, sent: Mapping[int, Transfers]) -> Task:
-        """Return the task of an operator.
-
-        Args:
-          number: of the operator.
-          sharding: of the operator.
-          sent: number of a value -> its `transfers`, for the values that it reads.
-        """
-        needs: list[Key] = []
-        for i in self.read_by.get(number, ()):
-            value = self.graph.values[i]
-            if tasks := sent[i][_find_required(value, sharding)]:
-                needs.append(tasks[-1].key)
-            elif not value.is_parameter:
-                needs.append((value.source, 0))
-        operator = self.graph.operators[number]
-        return Task(
-            key=(number, 0),
-            name=operator.name,
-            kind=operator.kind,
-            queue="compute",
-            seconds=self.seconds(number, sharding),
-            # values that a loop carries to its next trip come from a later operator
-            needs=tuple(key for key in dict.fromkeys(needs) if key < (number, 0)),
-        )
-
-    def transfers(self, number: int, shardings: Sequence[Sharding]) -> Transfers:
-        """Return the tasks that bring a value into each sharding that operators need."""
-        value = self.graph.values[number]
-        found = {}
-        for required, moves, first_user in self._list_moves(number, shardings):
-            code = tuple(0 if dim is None else 1 + self.dims.index(dim) for dim in required)
-            first, needs = (value.source, 1), ((value.source, 0),)
-            if value.is_parameter:
-                first = (first_user - 1, 2)
-                needs = ((first_user - AHEAD, 0),) if first_user >= AHEAD else ()
-            tasks: list[Task] = []
-            for step, (kind, over, seconds, _) in enumerate(moves):
-                key = (*first, number, *code, step)
-                link = self.machine.find_link_name(over, self.sizes)
-                name = f"{kind} of {self.graph.operators[value.source].name}"
-                tasks.append(Task(key, name, "collective", link, seconds, needs))
-                needs = (key,)
-            found[required] = tasks
-        return found
-
-    def sent_bytes(self, shardings: Sequence[Sharding]) -> Mapping[tuple[str, ...], float]:
-        """Return mesh axes -> the bytes that each device sends over them in a step."""
-        found: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for number in range(len(self.graph.values)):
-            for _, moves, _ in self._list_moves(number, shardings):
-                for _, over, _, num_bytes in moves:
-                    found[over] += num_bytes
-        return found
-
-    def _list_moves(
-        self, number: int, shardings: Sequence[Sharding]
-    ) -> Iterator[tuple[Sharding, list[Move], int]]:
-        """Yield each sharding that operators need of a value, its collectives, and its first user."""
+    def moves(self, number: int, shardings: Sequence[Sharding]) -> Iterator[Move]:
+        """Yield the collectives that bring a value into each sharding that operators need."""
         value = self.graph.values[number]
         made = _find_made(value, shardings[value.source])
-        is_sent = value.added is None or made != _find_made(value, shardings[value.added])
+        if value.added is not None and made == _find_made(value, shardings[value.added]):
+            return
         uses = defaultdict(list)
         for use in value.uses:
             uses[_find_required(value, shardings[use.operator])].append(use)
@@ -177,7 +152,7 @@ class ShardedOperators:
             key = (made, required, messages, num_bytes)
             if key not in self._moves:
                 self._moves[key] = list(self._move(*key))
-            yield required, self._moves[key] if is_sent else [], min(use.operator for use in of_required)
+            yield from self._moves[key]
 
     def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
         """Yield the collectives from one sharding to another, smaller arrays first."""
@@ -199,7 +174,7 @@ class ShardedOperators:
             whole = num_bytes / math.prod(self.sizes[axis] for axis in split)
             seconds = self.machine.collective_seconds(kind, over, self.sizes, whole, messages)
             members = math.prod(self.sizes[axis] for axis in over)
-            yield kind, tuple(over), seconds, count_sent_bytes(kind, members, whole)
+            yield Move(kind, tuple(over), seconds, count_sent_bytes(kind, members, whole))
             split = split | set(over) if kind == REDUCE_SCATTER else split
 
     def _select_device(self, part: Part, sharding: Sharding) -> float:

@@ -45,7 +45,7 @@ class Operator:
 
     Args:
       name: its name in reports.
-      kind: one of `task_graph.KINDS`; "update" for a parameter.
+      kind: "forward", "backward", or "update" for a parameter.
       sizes: dim -> size of the dims that it may be sharded over.
       work: work of each of its kernels.
       names: its dim names in the rules of a layout.
@@ -89,14 +89,12 @@ class Value:
       dims: the dims that it can be split over.
       source: number of the operator that makes it.
       uses: its uses.
-      is_parameter: whether it is a parameter, which exists before the step.
       added: number of an operator whose partial sums are added to it before they are sent, if alike.
     """
 
     dims: frozenset[str]
     source: int
     uses: tuple[Use, ...]
-    is_parameter: bool = False
     added: int | None = None
 
 
@@ -360,7 +358,6 @@ class _Walk:
                     dims=dims,
                     source=number,
                     uses=tuple(found),
-                    is_parameter=is_parameter,
                     added=None if to is None else to[0],
                 )
 
