@@ -410,10 +410,9 @@ def compare_operators() -> None:
             model=lambda _, run=run: make_model(run), loss=loss, optimizer=optax.adamw(1e-3), batch=batch
         )
         began = time.process_time()
-        best = search(subject, NODES, 8, Space(accumulates=(1,), remats=(None,)), most=1).ranked[0]
-        plan = plan_operators(
-            subject, NODES, 8, space=Space(remats=(None,)), best=best, proposals=1000, seed=0
-        )
+        space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
+        best = search(subject, NODES, 8, space, most=1).ranked[0]
+        plan = plan_operators(subject, NODES, 8, space=space, best=best, proposals=1000, seed=0)
         seconds = time.process_time() - began
         ways = [("rules", best)]
         if plan.best is not None:

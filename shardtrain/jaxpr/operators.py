@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from posixpath import commonpath
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.errors.messages import near, refuse
-from shardtrain.jaxpr.dims import OPAQUE, find_moves, find_summed
+from shardtrain.jaxpr.dims import OPAQUE, Moves, find_moves, find_summed
 from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, scan_counts, split_operands
 from shardtrain.jaxpr.forward import bind, forward
 from shardtrain.jaxpr.scan_pieces import run_steps
@@ -166,22 +166,22 @@ class OperatorPass:
             return values
         arrays = [value.array for value in values]
         known = (n for n, v in enumerate(values) if maker and v.maker == maker and v.shards is not None)
-        newest = next(known, None) if name not in OPAQUE else None
+        newest = next((n for n in known if _keeps(equation, n, values[n].shards)), None)
         if newest is None:
             with self._scope(maker):
                 return [_Value(x, path, is_weight, maker) for x in bind(equation, arrays)]
         # operands and results have the dims of the newest
         shards = values[newest].shards or {}
-        ours = _move(shards, find_moves(equation, newest))
+        ours = _move(shards, _find_moves(equation, newest))
         with self._scope(maker):
             for number, x in enumerate(arrays):
-                back = {to: dim for dim, to in find_moves(equation, number).items()}
+                back = {to: dim for dim, to in _find_moves(equation, number).items()}
                 if number != newest and getattr(x, "ndim", 0):
                     arrays[number] = _constrain(x, _move(ours, back))
             made = bind(equation, arrays)
         found = []
         for number, x in enumerate(made):
-            ours = _move(shards, find_moves(equation, newest, number))
+            ours = _move(shards, _find_moves(equation, newest, number))
             found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours))
         return found
 
@@ -366,6 +366,21 @@ def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, sha
     mapped = jax.shard_map(compute, in_specs=tuple(specs[:-1]), out_specs=specs[-1], axis_names=auto)
     # so the derivative keeps what was sent, and does not send it again
     return mapped(*map(lax.with_sharding_constraint, arrays, specs[:-1]))
+
+
+def _find_moves(equation: Any, number: int, output: int = 0) -> Moves:
+    """Return where the dims of an input are in an output; a reshape keeps the first ones alone."""
+    if equation.primitive.name != "reshape":
+        return find_moves(equation, number, output)
+    pairs = zip(equation.invars[0].aval.shape, equation.outvars[0].aval.shape, strict=False)
+    return {dim: dim for dim, _ in enumerate(takewhile(lambda sizes: sizes[0] == sizes[1], pairs))}
+
+
+def _keeps(equation: Any, number: int, shards: Mapping[str, int] | None) -> bool:
+    """Return whether the dims that axes split can be followed through an equation."""
+    if equation.primitive.name == "reshape":
+        return set((shards or {}).values()) <= set(_find_moves(equation, number))
+    return equation.primitive.name not in OPAQUE
 
 
 def _move(shards: Mapping[str, int], moves: Mapping[int, int]) -> dict[str, int]:

@@ -57,7 +57,7 @@ class Operation:
       body, trips, unrolled, over: of a loop, as in `Kernel`.
       call: of a call by devices, as in `Kernel`.
       grouped: names of dims of its arrays that its work does not grow with.
-      scope: as in `Kernel`.
+      scope, recomputes: as in `Kernel`.
     """
 
     name: str
@@ -72,6 +72,7 @@ class Operation:
     call: DeviceCall | None = None
     grouped: tuple[str, ...] = ()
     scope: str = ""
+    recomputes: bool = False
 
 
 @dataclass(kw_only=True)
@@ -119,7 +120,17 @@ def fuse(given: UnfusedProgram, inputs: Sequence[int], outputs: Sequence[int]) -
             for each in given.reshardings
         ),
         for_gpus=given.for_gpus,
+        sums=_list_sums(given),
     )
+
+
+def _list_sums(given: UnfusedProgram) -> tuple[tuple[int, ...], ...]:
+    terms: dict[int, tuple[int, ...]] = {}
+    for each in given.operations:
+        if each.name == "add_any":
+            roots = map(given.find_root, each.reads)
+            terms[each.writes[0]] = tuple(term for i in roots for term in terms.get(i, (i,)))
+    return tuple(terms.values())
 
 
 def _make_kernels(given: UnfusedProgram, written: Set[int]) -> Iterator[Kernel]:
@@ -152,6 +163,7 @@ def _make_kernels(given: UnfusedProgram, written: Set[int]) -> Iterator[Kernel]:
                 call=step.call,
                 looked_up=tuple(looked_up),
                 scope=step.scope,
+                recomputes=step.recomputes,
             )
 
 

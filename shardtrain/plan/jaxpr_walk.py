@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardtrain import axes
-from shardtrain.jaxpr.equations import find_largest_run, scan_counts
+from shardtrain.jaxpr.equations import REMATS, find_largest_run, scan_counts
 from shardtrain.jaxpr.forward import forward
 from shardtrain.jaxpr.operators import find_scope
 from shardtrain.plan.device_calls import NAME, AttentionCall
@@ -69,11 +69,13 @@ class Walk(UnfusedProgram):
       partial: number of an array -> the partial sum that it is.
       constrained: numbers of arrays that are named by a constraint.
       moves: number of an array -> the resharding that made it.
+      recomputes: whether it is in a program that runs again in the backward pass.
     """
 
     partial: dict[int, PartialSum] = field(default_factory=dict)
     constrained: set[int] = field(default_factory=set)
     moves: dict[int, Resharding] = field(default_factory=dict)
+    recomputes: bool = False
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
         """Add an array; return its number."""
@@ -112,7 +114,10 @@ class Walk(UnfusedProgram):
             return self._add_call(equation.params, reads)
         # the branch with the most operations stands for all
         if (inner := find_largest_run(equation, reads)) is not None:
-            return self.run(*inner)
+            before, self.recomputes = self.recomputes, self.recomputes or equation.primitive.name in REMATS
+            found = self.run(*inner)
+            self.recomputes = before
+            return found
         return self._add_operation(equation, reads)
 
     def _add_call(self, params: Any, reads: list[int]) -> list[int]:
@@ -152,7 +157,8 @@ class Walk(UnfusedProgram):
             if primitive not in MATERIAL and all(self.find_root(i) in self.constants for i in reads):
                 self.constants.update(writes)
         one = Operation(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
-        self.operations.append(replace(one, grouped=found.grouped, scope=find_scope(equation)))
+        one = replace(one, grouped=found.grouped, scope=find_scope(equation), recomputes=self.recomputes)
+        self.operations.append(one)
         return writes
 
     def _gather(self, number: int, axis: int) -> int:

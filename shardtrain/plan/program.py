@@ -85,6 +85,7 @@ class Kernel:
       call: costs of a call by devices.
       looked_up: numbers of arrays from which it reads only as many elements as it writes.
       scope: name of the model's operator to which it belongs; "" if that is not known.
+      recomputes: whether it is in a program that runs again in the backward pass (`jax.checkpoint`).
     """
 
     name: str
@@ -100,6 +101,7 @@ class Kernel:
     call: "DeviceCall | None" = None
     looked_up: tuple[int, ...] = ()
     scope: str = ""
+    recomputes: bool = False
 
 
 class CallSizes(NamedTuple):
@@ -166,6 +168,7 @@ class Program:
       num_terms: number of arrays that are added up to each result, such as 2 for the gradient of a parameter
         that is used twice.
       for_gpus: whether its kernels are fused as by compilers for GPUs.
+      sums: arrays whose sum jax takes, of the derivative of what is read several times.
     """
 
     arrays: tuple[Array, ...]
@@ -175,6 +178,7 @@ class Program:
     reshardings: tuple[Resharding, ...] = ()
     num_terms: tuple[int, ...] = ()
     for_gpus: bool = False
+    sums: tuple[tuple[int, ...], ...] = ()
 
 
 class Sharding(NamedTuple):

@@ -228,12 +228,14 @@ def test_a_step_is_written_as_a_trace(planned, tmp_path):
 def test_operators_are_sharded_one_by_one(planned, tmp_path):
     machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1"]
     file = tmp_path / "strategy.toml"
-    words = ["--remat", "none", "--operators", "--proposals", "50", "--output", str(file)]
+    words = ["--remat", "none", "--batch", "2", "--operators", "--proposals", "50", "--output", str(file)]
     text = planned(*machine, *words)
-    assert "operators, 50 proposals from each layout" in text
-    found = read_strategy(file).layout
-    is_faster = "not written, as no operators are better than the best layout by rules" not in text
-    assert ("less than the best layout by rules" in text) == bool(found.operators) == is_faster
+    assert "operators: 50 changes of each of" in text
+    found = read_strategy(file).layout.operators
+    assert found
+    # the first row of the table is what is written
+    assert f" and {len(found)} operators" in text.splitlines()[3]
+    assert "less time than the best layout; a device sends" in text
 
 
 def test_an_analysis_that_cannot_be_done_leaves_the_plan(planned, tmp_path):

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardtrain import axes
-from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
 from shardtrain.plan.traffic import count_sent_bytes
@@ -75,10 +75,11 @@ class ShardedOperators:
 
     @cached_property
     def made_by(self) -> Mapping[int, list[int]]:
-        """Operator -> the values that it makes."""
+        """Operator -> the values that it makes, or to which its own are added."""
         found = defaultdict(list)
         for number, value in enumerate(self.graph.values):
-            found[value.source].append(number)
+            for operator in (value.source, *value.added):
+                found[operator].append(number)
         return found
 
     @cached_property
@@ -141,41 +142,70 @@ class ShardedOperators:
         """Yield the collectives that bring a value into each sharding that operators need."""
         value = self.graph.values[number]
         made = _find_made(value, shardings[value.source])
-        if value.added is not None and made == _find_made(value, shardings[value.added]):
+        if any(made == _find_made(value, shardings[operator]) for operator in value.added):
             return
         uses = defaultdict(list)
         for use in value.uses:
-            uses[_find_required(value, shardings[use.operator])].append(use)
-        for required, of_required in uses.items():
+            # sums are kept as they were completed; what was gathered is gathered again
+            again = use.recomputes and PARTIAL not in made
+            uses[_find_required(value, shardings[use.operator]), again].append(use)
+        for (required, _), of_required in uses.items():
             messages = max(use.messages for use in of_required)
             num_bytes = max(use.num_bytes for use in of_required)
-            key = (made, required, messages, num_bytes)
+            key = (made, required, messages, num_bytes, self.graph.operators[value.source].result)
             if key not in self._moves:
                 self._moves[key] = list(self._move(*key))
             yield from self._moves[key]
 
-    def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
-        """Yield the collectives from one sharding to another, smaller arrays first."""
+    def _move(
+        self,
+        made: Sharding,
+        required: Sharding,
+        messages: float,
+        num_bytes: float,
+        order: tuple[str | None, ...],
+    ) -> Iterator[Move]:
+        """Yield the collectives from one sharding to another as XLA chooses them, smaller arrays first."""
         pairs = list(zip(self.sizes, made, required, strict=True))
         # an array that every device has is cut without sending
         split = {axis for axis, a, b in pairs if a != PARTIAL and (a or b)}
-        groups = {
-            REDUCE_SCATTER: [axis for axis, a, b in pairs if a == PARTIAL and b],
-            ALL_REDUCE: [axis for axis, a, b in pairs if a == PARTIAL and not b and axis != axes.DATA],
-            ALL_TO_ALL: [axis for axis, a, b in pairs if a not in (None, PARTIAL, b) and b],
-            ALL_GATHER: [axis for axis, a, b in pairs if a not in (None, PARTIAL) and not b],
-        }
+        permuted = self._find_permuted(made, required)
         # replicas add up their own sums last
-        last = [axis for axis, a, b in pairs if a == PARTIAL and not b and axis == axes.DATA]
-        for kind, over in (*groups.items(), (ALL_REDUCE, last)):
+        summed = [axis for axis, a, b in pairs if a == PARTIAL and (not b or b in permuted)]
+        gathered = {axis: a for axis, a, b in pairs if a not in (None, PARTIAL) and not b}
+        groups = [
+            (REDUCE_SCATTER, [axis for axis, a, b in pairs if a == PARTIAL and b and b not in permuted]),
+            (ALL_REDUCE, [axis for axis in summed if axis != axes.DATA]),
+            (ALL_TO_ALL, [axis for axis, a, b in pairs if a not in (None, PARTIAL, b) and b]),
+        ]
+        for dim in sorted({*gathered.values()}, key=lambda dim: dim in order and -order.index(dim)):
+            groups.append((ALL_GATHER, [axis for axis, a in gathered.items() if a == dim]))
+        groups.append((ALL_REDUCE, [axis for axis in summed if axis == axes.DATA]))
+        groups += [(PERMUTE, over) for over in permuted.values()]
+        for kind, over in groups:
             if not over:
                 continue
-            split = split - set(over) if kind == ALL_GATHER else split
+            split = (
+                split - set(over) if kind == ALL_GATHER else split | set(over) if kind == PERMUTE else split
+            )
             whole = num_bytes / math.prod(self.sizes[axis] for axis in split)
             seconds = self.machine.collective_seconds(kind, over, self.sizes, whole, messages)
             members = math.prod(self.sizes[axis] for axis in over)
             yield Move(kind, tuple(over), seconds, count_sent_bytes(kind, members, whole))
             split = split | set(over) if kind == REDUCE_SCATTER else split
+
+    def _find_permuted(self, made: Sharding, required: Sharding) -> dict[str, list[str]]:
+        """Return the dims whose parts change devices, as axes that stay are not the slowest -> their axes."""
+        found = {}
+        for dim in {*made, *required} - {None, PARTIAL}:
+            before, after = (
+                [axis for axis, each in zip(self.sizes, sharding, strict=True) if each == dim]
+                for sharding in (made, required)
+            )
+            kept = [axis for axis in before if axis in after]
+            if not kept == before[: len(kept)] == after[: len(kept)]:
+                found[dim] = [axis for axis in self.sizes if axis in {*before, *after}]
+        return found
 
     def _select_device(self, part: Part, sharding: Sharding) -> float:
         return part.amount / self._parts(sharding, part.dims)

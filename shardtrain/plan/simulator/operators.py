@@ -74,11 +74,14 @@ class Use:
       operator: number of the operator.
       messages: messages of its collective in a step; a fraction if arrays are sent together.
       num_bytes: bytes in a step.
+      recomputes: whether it is in a part of the backward that is computed again, for which nothing that was
+        sent before is kept.
     """
 
     operator: int
     messages: float
     num_bytes: float
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +92,13 @@ class Value:
       dims: the dims that it can be split over.
       source: number of the operator that makes it.
       uses: its uses.
-      added: number of an operator whose partial sums are added to it before they are sent, if alike.
+      added: numbers of operators whose partial sums are added to it before they are sent, if alike.
     """
 
     dims: frozenset[str]
     source: int
     uses: tuple[Use, ...]
-    added: int | None = None
+    added: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,7 @@ class _Walk:
       carried: the carried arrays of loops: (before the loop, as the body reads it, as the body makes it,
         trips).
       added: pairs of arrays that are added to be the gradient of a parameter.
+      terms: arrays that are added by operators that read them all.
       is_backward: whether the loss has been computed.
     """
 
@@ -213,6 +217,7 @@ class _Walk:
     uses: defaultdict[_Name, list[Use]] = field(default_factory=lambda: defaultdict(list))
     carried: list[tuple[_Name, _Name, _Name, int]] = field(default_factory=list)
     added: list[tuple[_Name, _Name]] = field(default_factory=list)
+    terms: list[list[_Name]] = field(default_factory=list)
     is_backward: bool = False
 
     def add_kernels(self, program: Program, scope: tuple[int, ...], trips: float) -> None:
@@ -224,21 +229,28 @@ class _Walk:
             elif kernel.body is None and moved.intersection(kernel.writes):
                 # a resharding is no operator, as its collectives follow from the operators around it
                 self.same[scope, kernel.writes[0]] = (scope, kernel.reads[0])
-            elif kernel.name == "add_any" and axes.BATCH not in kernel.dims and len(kernel.reads) == 2:
+            elif kernel.name == "add_any" and axes.BATCH not in kernel.dims and len(kernel.reads) > 1:
                 # the parts of a parameter's gradient: partial sums are added before they are sent
-                self.same[scope, kernel.writes[0]] = (scope, kernel.reads[0])
-                self.added.append(((scope, kernel.reads[0]), (scope, kernel.reads[1])))
+                first, *others = ((scope, i) for i in kernel.reads)
+                self.same[scope, kernel.writes[0]] = first
+                self.added += [(first, other) for other in others]
             elif self._rearranges(program, kernel, scope):
                 self._add_work(program, kernel, scope, trips)
             else:
                 self._add_operator(program, kernel, scope, trips)
             self.is_backward = self.is_backward or (not scope and program.outputs[0] in kernel.writes)
+        self.terms += [[(scope, i) for i in terms] for terms in program.sums]
 
     def _add_operator(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
         arrays = program.arrays
         dims = dict.fromkeys(name for i in kernel.writes for name in arrays[i].dims if name)
         for i in kernel.reads:
-            use = Use(operator=len(self.operators), messages=trips, num_bytes=trips * arrays[i].num_bytes)
+            use = Use(
+                operator=len(self.operators),
+                messages=trips,
+                num_bytes=trips * arrays[i].num_bytes,
+                recomputes=kernel.recomputes and self.is_backward,
+            )
             self.uses[scope, i].append(use)
         for i in kernel.writes:
             self.source[scope, i] = (len(self.operators), frozenset(find_dims(arrays[i].dims)))
@@ -345,6 +357,15 @@ class _Walk:
         added = {self._root(other): self._root(one) for one, other in self.added}
         for other, one in added.items():
             uses[other] += uses[one]
+        earlier: defaultdict[_Name, list[int]] = defaultdict(list)
+        for other, one in added.items():
+            earlier[other].append(self.source[one][0])
+        for terms in self.terms:
+            roots = [root for root in map(self._root, terms) if root in self.source]
+            for number, root in enumerate(roots):
+                readers = {use.operator for use in uses[root]}
+                alike = (one for one in roots[:number] if {use.operator for use in uses[one]} == readers)
+                earlier[root] += [self.source[one][0] for one in alike]
         for name, (number, dims) in self.source.items():
             if uses[name]:
                 is_parameter = self.operators[number].kind == "update"
@@ -353,12 +374,11 @@ class _Walk:
                     replace(use, messages=use.messages / len(self.parameters)) if is_parameter else use
                     for use in uses[name]
                 ]
-                to = self.source.get(added.get(name, ((), -1)))
                 yield Value(
                     dims=dims,
                     source=number,
                     uses=tuple(found),
-                    added=None if to is None else to[0],
+                    added=tuple(dict.fromkeys(earlier[name])),
                 )
 
     def _root(self, name: _Name) -> _Name:
