@@ -7,7 +7,6 @@ splits rows alone.
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,24 +108,11 @@ class ShardedStep:
         return ShardedStep(space, shardings, sent, tasks)
 
     @cached_property
-    def penalty(self) -> float:
-        """Factor of the cost of a step that does not fit, else 1."""
-        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
-        return 1 + TOO_LARGE * over if over > 1 else 1.0
-
-    @cached_property
-    def least_cost(self) -> float:
-        """A lower bound of the cost without a simulation: by the queue that is busy for the longest."""
-        busy: defaultdict[str, float] = defaultdict(float)
-        for task in self.tasks.values():
-            busy[task.queue] += task.seconds
-        return max(busy.values()) * self.penalty
-
-    @cached_property
     def judged(self) -> StepScore:
         """The score of the step."""
+        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
         seconds = simulate(self.tasks).makespan
-        return StepScore(seconds * self.penalty, seconds, self.penalty == 1)
+        return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
     @cached_property
     def sent_bytes(self) -> Mapping[tuple[str, ...], float]:
@@ -179,9 +165,8 @@ def search_shardings(
         if not new:
             continue
         tried = now.changed(new)
-        most = now.judged.cost - math.log(1 - rng.random()) * best.judged.cost / BETA
-        # most proposals are refused by the bound, which takes a tenth of the time of a simulation
-        if tried.least_cost > most or tried.judged.cost > most:
+        lost = tried.judged.cost - now.judged.cost
+        if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
             continue
         now, accepted = tried, accepted + 1
         if tried.judged.cost < best.judged.cost and sum(tried.sent_bytes.values()) <= most_bytes:

@@ -93,25 +93,18 @@ class ShardedOperators:
 
     def memory_bytes(self, shardings: Sequence[Sharding]) -> float:
         """Return the bytes of parameters, gradients and state, and of activations that a backward reads."""
-        return sum(
-            num_bytes / self._parts(shardings[number], dims) for number, num_bytes, dims in self._stored
-        )
-
-    @cached_property
-    def _stored(self) -> Sequence[tuple[int, float, frozenset[str]]]:
-        """The operator that shards an array in memory, its bytes, and its dims."""
         operators = self.graph.operators
-        state = [
-            (number, each.kept_bytes, frozenset(each.sizes))
-            for number, each in enumerate(operators)
-            if each.kept_bytes
-        ]
-        return state + [
-            (value.source, max(use.num_bytes for use in value.uses), value.dims)
+        kept = sum(
+            operator.kept_bytes / self._parts(sharding, set(operator.sizes))
+            for operator, sharding in zip(operators, shardings, strict=True)
+            if operator.kept_bytes
+        )
+        return kept + sum(
+            max(use.num_bytes for use in value.uses) / self._parts(shardings[value.source], value.dims)
             for value in self.graph.values
             if operators[value.source].kind == "forward"
             and any(operators[use.operator].kind == "backward" for use in value.uses)
-        ]
+        )
 
     def compute_task(self, number: int, sharding: Sharding, sent: Mapping[int, Transfers]) -> Task:
         """Return the task of an operator.
