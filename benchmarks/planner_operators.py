@@ -4,14 +4,13 @@ uv run python benchmarks/planner_operators.py [MODEL ...] [--kind h100 | v5e:2x4
 
 Six small models on two nodes of four devices, of simulated CPU or of GPUs and TPUs that need not be there:
 data parallel, megatron (tensor in a node), the best layout and the best shardings of operators, as the
-simulation of the search predicts them; one weird trick and AccPar, as AccPar's formulas do. A row has MB that
+planner predicts them; one weird trick and AccPar, as AccPar's formulas do. A row has MB that
 a device sends in a step, and its MFLOP, predicted : counted; then MB over each set of axes.
 
 Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -44,13 +43,15 @@ from shardtrain.plan.layers.compare import plan_layers
 from shardtrain.plan.layers.partition import make_group
 from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.simulator.operator_search import ShardedStep, plan_operators, shard_by_rules
-from shardtrain.plan.space import mesh_text
+from shardtrain.plan.search import search
+from shardtrain.plan.simulator.operator_search import plan_operators
+from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import make_model
-from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_strategy
+from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_choice
 
 NODES = Machine(
     rates=Rates(flops_per_second=1e14, memory_bytes_per_second=1e12, kernel_seconds=1e-6, memory_bytes=1e10),
@@ -113,35 +114,26 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
     }
 
 
-def count_flops(step: ShardedStep) -> float:
-    """Return the predicted flops of a device."""
-    space = step.space
-    return sum(
-        times
-        * flops.amount
-        / math.prod(size for size, dim in zip(space.sizes.values(), split, strict=True) if dim in flops.dims)
-        for operator, split in zip(space.graph.operators, step.shardings, strict=True)
-        for flops, _, times in operator.work
-        if operator.choices or "dot" in operator.name or "conv" in operator.name
-    )
-
-
-def predict_by_operators(run: Run, subject: Subject, remat: str | None) -> Iterator[Way]:
-    """Yield layouts and the best shardings of operators, as their search predicts them."""
-    plan = plan_operators(
-        subject, NODES, NUM_DEVICES, layout=Layout(mesh={}), remat=None, proposals=1000, seed=0
-    )
+def predict_by_operators(run: Run, subject: Subject) -> Iterator[Way]:
+    """Yield layouts and the best shardings of operators, as the planner predicts them."""
     # ten classes are not split over four devices
     rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
-    for name, mesh in RULED.items():
-        layout = Layout(mesh=mesh, parameters=rules, activations=rules)
-        completed = subject.state(Choice(layout=layout), NUM_DEVICES).layout
-        step = shard_by_rules(plan.by_rules.space.graph, NODES, mesh, completed)
-        yield Way(name, layout, step.sent_bytes, count_flops(step))
-    yield Way("best layout", plan.layout, plan.by_rules.sent_bytes, count_flops(plan.by_rules))
+    ways = {name: Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()}
+    space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
+    best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
+    ways["best layout"] = best.choice.layout
+    plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best, proposals=1000, seed=0)
+    change = None
     if plan.best is not None:
-        layout, step = make_operator_strategy(run, subject.batch, plan, remat).layout, plan.best[1].best
-        yield Way("operators", layout, step.sent_bytes, count_flops(step))
+        found = make_operator_choice(run, subject.batch, plan.best)
+        ways["operators"], change = found.choice.layout, found.change
+    for name, layout in ways.items():
+        # XLA for CPU adds up the two gradients of a table separately
+        (step,) = steps(subject, NODES, NUM_DEVICES, [Choice(layout=replace(layout, operators={}))])
+        sent, flops = sum_sent_by_axes(step, simulated=True), predict(step, NODES).flops
+        if name == "operators" and change is not None:
+            sent, flops = change.predict_sent(sent), flops + change.flops
+        yield Way(name, layout, sent, flops)
 
 
 def predict_by_layers(run: Run, subject: Subject) -> Iterator[Way]:
@@ -175,7 +167,7 @@ def compare(name: str, kind: str) -> None:
         strategy=Strategy(remat=remat),
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
-    for way in (*predict_by_operators(run, subject, remat), *predict_by_layers(run, subject)):
+    for way in (*predict_by_operators(run, subject), *predict_by_layers(run, subject)):
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))
