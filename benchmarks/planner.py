@@ -1,14 +1,13 @@
 """How right the planner is: memory and times that it predicts, against compiled steps on this machine.
 
-uv run python benchmarks/planner.py [memory] [long] [rank] [large] [operators] [--steps 8]
+uv run python benchmarks/planner.py [memory] [long] [rank] [large] [--steps 8]
     [--measured rows.csv] [--kind h100]
 
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. long: likewise of
 long sequences over the mesh axis context. rank: 24 ways to run a small decoder on 8 simulated devices,
 processor time of a step beside two predictions: by three rates that are measured first, and by constants
 that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
-it is there. large: seconds to plan 1,024 devices. operators: bytes that the best layout and the best
-shardings of operators send on 8 devices, as predicted and as compiled, for six models.
+it is there. large: seconds to plan 1,024 devices, and to search operators for 64.
 
 Figures: docs/benchmarks/planner.md.
 """
@@ -17,7 +16,6 @@ import argparse
 import csv
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,31 +26,19 @@ import numpy as np
 import optax
 
 from shardtrain import (
-    Run,
-    Strategy,
-    Text,
-    classification_loss,
-    from_linen,
     next_token_loss,
-    translation_loss,
 )
 from shardtrain.cli.calibrate import count_cores, measure_host
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.models.experts_options import Experts
-from shardtrain.models.linen_decoder import LinenDecoder
-from shardtrain.models.resnet import ResNetConfig
-from shardtrain.models.vgg import VggConfig
 from shardtrain.plan.calibration import fit_rates
 from shardtrain.plan.compile import GPU_TARGETS, compile_step, describe_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
-from shardtrain.plan.predict import predict_choices, steps, sum_sent_by_axes
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
-from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
@@ -61,8 +47,6 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.config import make_model
-from shardtrain.trainer.planned_operators import make_operator_choice
 
 SMALL = DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512)
 MODELS = {"many activations": SMALL, "many parameters": replace(SMALL, vocab=2048, embed=512, mlp=2048)}
@@ -355,95 +339,8 @@ def plan_large() -> None:
         print(way_text(each.choice))
 
 
-NODES = Machine(
-    rates=Rates(flops_per_second=1e14, memory_bytes_per_second=1e12, kernel_seconds=1e-6, memory_bytes=1e10),
-    devices_per_node=4,
-    device_link=Link(bytes_per_second=3e10),
-    node_link=Link(bytes_per_second=1e10),
-)
-"""Two nodes of four devices, on which the sharding of operators is searched."""
-
-
-def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]:
-    """Return name -> a model, its loss and a batch."""
-    decoder = DecoderConfig(vocab=512, seq=32, embed=256, num_layers=2, num_heads=8, mlp=1024)
-    both = EncoderDecoderConfig(
-        vocab=512, seq=32, embed=256, num_encoder_layers=2, num_decoder_layers=2, num_heads=8, mlp=1024
-    )
-    small = replace(decoder, vocab=256, embed=128, mlp=512)
-
-    def shapes(rows: int, **tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        found = {name: jax.ShapeDtypeStruct((rows, seq), np.int32) for name, seq in tokens.items()}
-        return {**found, "weights": jax.ShapeDtypeStruct((rows,), np.float32)}
-
-    tokens = shapes(8, tokens=33)
-    images = shapes(16) | {
-        "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
-        "label": jax.ShapeDtypeStruct((16,), np.int32),
-    }
-    experts = replace(decoder, mlp=256, experts=Experts(num=4))
-    linen = from_linen(LinenDecoder(small), jax.ShapeDtypeStruct((1, 32), np.int32))
-    return {
-        "decoder": (decoder, next_token_loss, tokens),
-        "mixture of experts": (experts, next_token_loss, tokens),
-        "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
-        "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
-        "encoder-decoder": (both, translation_loss, shapes(8, source=32, target=33, source_mask=32)),
-        "linen decoder": (linen, next_token_loss, tokens),
-    }
-
-
-def compare_operators() -> None:
-    """Print predicted and compiled bytes of the best layout, and of the best shardings of operators."""
-    for name, (model, loss, batch) in list_models().items():
-        # derivatives of recomputed blocks gather what they read again
-        remat = None if isinstance(model, ResNetConfig | VggConfig) else "none"
-        run = Run(
-            model=model,
-            data=Text(seq=32),
-            loss=loss,
-            batch=batch["weights"].shape[0],
-            optimizer=optax.adamw(1e-3),
-            strategy=Strategy(remat=remat),
-        )
-        subject = Subject(
-            model=lambda _, run=run: make_model(run), loss=loss, optimizer=optax.adamw(1e-3), batch=batch
-        )
-        began = time.process_time()
-        space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
-        best = search(subject, NODES, 8, space, most=1).ranked[0]
-        plan = plan_operators(subject, NODES, 8, space=space, best=best, proposals=1000, seed=0)
-        seconds = time.process_time() - began
-        ways = [("rules", best)]
-        if plan.best is not None:
-            ways.append(("operators", make_operator_choice(run, batch, plan.best)))
-        for way, ranked in ways:
-            layout = ranked.choice.layout
-            # XLA for CPU adds up the two gradients of a table separately
-            (step,) = steps(subject, NODES, 8, [replace(ranked.choice, layout=replace(layout, operators={}))])
-            planned = sum_sent_by_axes(step, simulated=True)
-            planned = planned if ranked.change is None else ranked.change.predict_sent(planned)
-            placement = place_state(subject, Choice(layout=layout))
-            program = compile_step(make_model(run), loss, subject.optimizer, placement, batch)
-            sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
-            for each in figures(program, dict(placement.mesh.shape)).collectives:
-                sent[each.axes] += each.wire_bytes_per_device
-            of_axes = ", ".join(
-                f"{'+'.join(over)} {planned.get(over, 0) / 1e6:.3f} : {sent[over] / 1e6:.3f}"
-                for over in dict.fromkeys((*planned, *sent))
-                if max(planned.get(over, 0), sent[over]) > 1e3
-            )
-            total, real = sum(planned.values()), sum(sent.values())
-            print(
-                f"| {name} | {mesh_text(layout)} | {way} | {1e3 * ranked.prediction.seconds.total:.3f} |"
-                f" {total / 1e6:.3f} | {real / 1e6:.3f} | {total / real:.3f} | {of_axes} |",
-                flush=True,
-            )
-        print(f"{name}: {seconds:.1f} s of a processor")
-
-
 def main() -> None:
-    """Run the parts that are named, or all but long and operators."""
+    """Run the parts that are named, or all but long."""
     # before devices start: freed memory is kept, as in launched islands; else page faults are a third
     tune_malloc()
     jax.config.update("jax_num_cpu_devices", 8)
@@ -458,7 +355,6 @@ def main() -> None:
         "long": lambda: compare_long(options.kind),
         "rank": lambda: judge(measure_ranked(options.measured, options.steps)),
         "large": plan_large,
-        "operators": compare_operators,
     }
     for part in options.parts:
         parts[part]()

@@ -50,6 +50,26 @@ ENTRY %main (a: bf16[24,64,32], b: bf16[24,32,64]) -> f32[24,64,64] {
     assert matrix_flops(text) == 2 * 24 * 64 * 64 * 32
 
 
+@pytest.mark.parametrize(
+    ("kind", "operands", "result"),
+    [
+        ("Forward", ("f32[4,8,8,3]", "f32[16,3,3,3]"), "f32[4,8,8,16]"),
+        ("BackwardInput", ("f32[4,8,8,16]", "f32[16,3,3,3]"), "f32[4,8,8,3]"),
+        ("BackwardFilter", ("f32[4,8,8,3]", "f32[4,8,8,16]"), "f32[16,3,3,3]"),
+    ],
+)
+def test_a_convolution_by_cudnn_and_its_derivatives_have_the_same_flops(kind, operands, result):
+    text = f"""HloModule jit_f
+
+ENTRY %main (a: {operands[0]}, b: {operands[1]}) -> ({result}, u8[0]) {{
+  %a = {operands[0]} parameter(0)
+  %b = {operands[1]} parameter(1)
+  ROOT %conv = ({result}, u8[0]) custom-call(%a, %b), window={{size=3x3 pad=1_1x1_1}},
+"""
+    text = text.rstrip("\n") + f' dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{kind}"\n}}\n'
+    assert matrix_flops(text) == 2 * 4 * (3 * 8 - 2) ** 2 * 3 * 16
+
+
 def row(path, shape, spec, copies):
     num_bytes = 4
     for size in shape:

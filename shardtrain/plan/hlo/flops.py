@@ -13,6 +13,12 @@ from shardtrain.plan.hlo.text import Instruction, parse
 
 _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
+_CUDNN = re.compile(r'"__cudnn\$conv(\w+)"')
+
+_ARRAYS = {"BackwardInput": (2, 1, 0), "BackwardFilter": (0, 2, 1)}
+"""Derivatives by cuDNN have the labels of the convolution that they are of: which of two operands and the
+result are its input, kernel and output."""
+
 
 def matrix_flops(hlo_text: str) -> float:
     """Return the flops of one device in one call of a compiled program.
@@ -32,7 +38,7 @@ def _flops(frame: Frame) -> float:
         inner = frame.callee(instruction)
         if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and _is_gemm(instruction)):
             total += _count_dot(frame, instruction)
-        elif instruction.opcode == "convolution":
+        elif instruction.opcode == "convolution" or _CUDNN.search(instruction.attributes):
             total += _count_convolution(frame, instruction)
         elif instruction.opcode == "while":
             body = _flops(frame.body(instruction))
@@ -64,12 +70,15 @@ def _count_convolution(frame: Frame, instruction: Instruction) -> float:
 
     The compiler of TPUs writes batched matrix products as convolutions that are mostly padding.
     """
-    operands = [frame.computation.instructions[name].arrays[0].sizes for name in instruction.operands[:2]]
+    sizes = [frame.computation.instructions[name].arrays[0].sizes for name in instruction.operands[:2]]
+    sizes.append(instruction.arrays[0].sizes)
+    library = _CUDNN.search(instruction.attributes)
+    order = _ARRAYS.get(library[1], (0, 1, 2)) if library else (0, 1, 2)
     # as in dim_labels=b01f_01io->b01f: batch, features, and numbers for the dims of the window
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None
-    arrays = zip(labels.groups(), (*operands, instruction.arrays[0].sizes), strict=True)
-    left, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in arrays)
+    arrays = zip(labels.groups(), (sizes[i] for i in order), strict=True)
+    left, kernel, out = (dict(zip(names, each, strict=True)) for names, each in arrays)
     window = dict(re.findall(r"(\w+)=(\S+)", instruction.find_braced("window") or ""))
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, out):

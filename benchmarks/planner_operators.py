@@ -1,0 +1,201 @@
+"""What ways to shard operators send and compute: as predicted, and as counted in compiled programs.
+
+uv run python benchmarks/planner_operators.py [MODEL ...] [--kind h100 | v5e:2x4]
+
+Six small models on two nodes of four devices, of simulated CPU or of GPUs and TPUs that need not be there:
+data parallel, megatron (tensor in a node), the best layout and the best shardings of operators, as the
+planner predicts them; one weird trick and AccPar, as AccPar's formulas do. A row has MB that
+a device sends in a step, and its MFLOP, predicted : counted; then MB over each set of axes.
+
+Figures: docs/benchmarks/planner.md.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from planner import place_state
+
+from shardtrain import (
+    Run,
+    Strategy,
+    Text,
+    axes,
+    classification_loss,
+    from_linen,
+    next_token_loss,
+    translation_loss,
+)
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.experts_options import Experts
+from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.models.resnet import ResNetConfig
+from shardtrain.models.vgg import VggConfig
+from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.layers.assignment import partition_layers
+from shardtrain.plan.layers.compare import plan_layers
+from shardtrain.plan.layers.partition import make_group
+from shardtrain.plan.layers.trace_layers import trace_layers
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import search
+from shardtrain.plan.simulator.operator_search import plan_operators
+from shardtrain.plan.space import Space, mesh_text
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import make_model
+from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_choice
+
+NODES = Machine(
+    rates=Rates(flops_per_second=1e14, memory_bytes_per_second=1e12, kernel_seconds=1e-6, memory_bytes=1e10),
+    devices_per_node=4,
+    device_link=Link(bytes_per_second=3e10),
+    node_link=Link(bytes_per_second=1e10),
+)
+"""Two nodes of four devices, on which ways are searched."""
+
+COUNTING = Machine(rates=Rates(flops_per_second=1e30), device_link=Link(bytes_per_second=1.0))
+"""A device that computes in no time and sends a byte a second: seconds are bytes."""
+
+NUM_DEVICES = 8
+RULED = {"data parallel": {"data": 8}, "megatron": {"data": 2, "tensor": 4}}
+"""Name of a way -> mesh of a layout by rules."""
+
+
+class Way(NamedTuple):
+    """A way to run a step, and what a device sends and computes, as predicted.
+
+    Args:
+      name: its name in the table.
+      layout: its layout.
+      sent: mesh axes -> bytes; () for all together.
+      flops: of matrix products and convolutions.
+    """
+
+    name: str
+    layout: Layout
+    sent: Mapping[tuple[str, ...], float]
+    flops: float
+
+
+def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]:
+    """Return name -> a model, its loss and a batch."""
+    decoder = DecoderConfig(vocab=512, seq=32, embed=256, num_layers=2, num_heads=8, mlp=1024)
+    both = EncoderDecoderConfig(
+        vocab=512, seq=32, embed=256, num_encoder_layers=2, num_decoder_layers=2, num_heads=8, mlp=1024
+    )
+    small = replace(decoder, vocab=256, embed=128, mlp=512)
+
+    def shapes(rows: int, **tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        found = {name: jax.ShapeDtypeStruct((rows, seq), np.int32) for name, seq in tokens.items()}
+        return {**found, "weights": jax.ShapeDtypeStruct((rows,), np.float32)}
+
+    tokens = shapes(8, tokens=33)
+    images = shapes(16) | {
+        "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
+        "label": jax.ShapeDtypeStruct((16,), np.int32),
+    }
+    experts = replace(decoder, mlp=256, experts=Experts(num=4))
+    linen = from_linen(LinenDecoder(small), jax.ShapeDtypeStruct((1, 32), np.int32))
+    return {
+        "decoder": (decoder, next_token_loss, tokens),
+        "mixture of experts": (experts, next_token_loss, tokens),
+        "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
+        "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
+        "encoder-decoder": (both, translation_loss, shapes(8, source=32, target=33, source_mask=32)),
+        "linen decoder": (linen, next_token_loss, tokens),
+    }
+
+
+def predict_by_operators(run: Run, subject: Subject) -> Iterator[Way]:
+    """Yield layouts and the best shardings of operators, as the planner predicts them."""
+    # ten classes are not split over four devices
+    rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
+    ways = {name: Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()}
+    space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
+    best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
+    ways["best layout"] = best.choice.layout
+    plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best, proposals=1000, seed=0)
+    change = None
+    if plan.best is not None:
+        found = make_operator_choice(run, subject.batch, plan.best)
+        ways["operators"], change = found.choice.layout, found.change
+    for name, layout in ways.items():
+        # XLA for CPU adds up the two gradients of a table separately
+        (step,) = steps(subject, NODES, NUM_DEVICES, [Choice(layout=replace(layout, operators={}))])
+        sent, flops = sum_sent_by_axes(step, simulated=True), predict(step, NODES).flops
+        if name == "operators" and change is not None:
+            sent, flops = change.predict_sent(sent), flops + change.flops
+        yield Way(name, layout, sent, flops)
+
+
+def predict_by_layers(run: Run, subject: Subject) -> Iterator[Way]:
+    """Yield partitions of layers, as AccPar's formulas predict them."""
+    group, counting = (make_group(machine, NUM_DEVICES) for machine in (NODES, COUNTING))
+    plan = plan_layers(trace_layers(subject), group, NODES.devices_per_node)
+    for name in ("one weird trick", "accpar"):
+        levels = plan.ways[name].levels
+        counted = partition_layers(plan.layers, counting, lambda _, __, level, of=levels: of[level].chosen)
+        try:
+            strategy = make_layer_strategy(run, subject.batch, replace(plan, ways={name: plan.ways[name]}))
+        except ValueError as problem:
+            print(f"| {name} | {problem} |")
+            continue
+        flops = counted.compute_seconds * COUNTING.rates.flops_per_second
+        yield Way(name, strategy.layout, {(): counted.exchange_seconds}, flops)
+
+
+def compare(name: str, kind: str) -> None:
+    """Print predicted and counted figures of all ways to run a model."""
+    model, loss, batch = list_models()[name]
+    # derivatives of recomputed blocks gather what they read again
+    remat = None if isinstance(model, ResNetConfig | VggConfig) else "none"
+    optimizer = optax.adamw(1e-3)
+    run = Run(
+        model=model,
+        data=Text(seq=32),
+        loss=loss,
+        batch=batch["weights"].shape[0],
+        optimizer=optimizer,
+        strategy=Strategy(remat=remat),
+    )
+    subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
+    for way in (*predict_by_operators(run, subject), *predict_by_layers(run, subject)):
+        placement = place_state(subject, Choice(layout=way.layout), kind)
+        program = compile_step(make_model(run), loss, optimizer, placement, batch)
+        found = figures(program, dict(placement.mesh.shape))
+        sent: Counter[Any] = Counter()
+        for each in found.collectives:
+            sent[each.axes] += each.wire_bytes_per_device
+        totals = f"{_pair(sum(way.sent.values()), sum(sent.values()))} | {_pair(way.flops, found.flops)}"
+        of_axes = ", ".join(
+            f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}"
+            for over in dict.fromkeys((*way.sent, *sent))
+        )
+        print(f"| {name} | {way.name} | {mesh_text(way.layout)} | {totals} | {of_axes} |", flush=True)
+
+
+def _pair(predicted: float, counted: float) -> str:
+    return f"{predicted / 1e6:.3f} : {counted / 1e6:.3f}"
+
+
+def main() -> None:
+    """Compare the models that are named, or all."""
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=list(list_models()))
+    parser.add_argument("--kind", default="cpu", help="cpu, h100, a100, or a topology of 8 TPUs: v5e:2x4")
+    options = parser.parse_args()
+    for name in options.models:
+        compare(name, options.kind)
+
+
+if __name__ == "__main__":
+    main()
