@@ -86,6 +86,22 @@ def test_blocks_with_other_shards_are_scans_of_their_own(mesh):
     check({"blocks/up:dot_general[1-2]": up, "blocks/down:dot_general[1-2]": down}, num_scans=2)
 
 
+@pytest.mark.parametrize(
+    ("shards", "spec"),
+    [({"data": "0"}, ("data",)), ({}, ()), ({"tensor": "2"}, None), ({"fsdp": "1"}, (None, "fsdp"))],
+)
+def test_a_reshape_is_followed_unless_it_changes_a_split_dim(mesh, shards, spec):
+    def grouped(weights, x):
+        return jnp.tanh((x @ weights["w"]).reshape(8, 4, 2, 3)).sum()
+
+    sharded = shard_operators(grouped, {"w:dot_general": shards}, SIZES)
+    traced = jax.make_jaxpr(sharded)({"w": TABLE[:6]}, X)
+    constraints = [each for each in traced.eqns if each.primitive.name == "sharding_constraint"]
+    found = [each.params["sharding"].spec for each in constraints if each.outvars[0].aval.ndim == 4]
+    wanted = spec and tuple(spec) + (None,) * (4 - len(spec))
+    assert [tuple(each) for each in found] == ([] if spec is None else [wanted or (None,) * 4] * 2)
+
+
 def test_what_does_not_fit_is_refused_by_name(mesh):
     table = {
         "blocks/upp:dot_general": {"data": "0"},

@@ -86,6 +86,48 @@ def test_a_change_gives_the_step_that_is_made_anew(subject):
         assert (step.computed, step.moved) == (anew.computed, anew.moved)
 
 
+def moved(made, required, result=("rows", "columns"), sizes=(4, 2), **use):
+    """Kind, axes and bytes of the collectives of a value of 1,024 bytes between two operators."""
+    of = {"names": frozenset(), "sizes": {"rows": 8, "columns": 8, "other": 8}, "work": ()}
+    operators = tuple(Operator(name=name, kind="forward", result=result, **of) for name in "ab")
+    uses = (Use(operator=1, messages=1, num_bytes=1024.0),)
+    if use:
+        uses += (Use(operator=1, messages=1, num_bytes=1024.0, **use),)
+    graph = Operators(
+        operators=operators, values=(Value(dims=frozenset(("rows", "columns")), source=0, uses=uses),)
+    )
+    space = ShardedOperators(
+        graph=graph, machine=MACHINE, sizes=dict(zip(("fsdp", "tensor"), sizes, strict=True))
+    )
+    return [(each.kind, each.axes, each.num_bytes) for each in space.moves(0, (made, required))]
+
+
+def test_values_move_as_compilers_move_them():
+    whole = (None, None)
+    # dim by dim, the last first: a device sends 1/2 of 1/4, then 3/4
+    gathers = [("all-gather", ("tensor",), 128.0), ("all-gather", ("fsdp",), 768.0)]
+    assert moved(("rows", "columns"), whole) == gathers
+    assert moved(("rows", "columns"), whole, ("columns", "rows")) == [
+        ("all-gather", ("fsdp",), 384.0),
+        ("all-gather", ("tensor",), 512.0),
+    ]
+    assert moved(("rows", "rows"), whole) == [("all-gather", ("fsdp", "tensor"), 896.0)]
+    # tensor, which stays, is not the slowest axis of the rows: parts change devices
+    assert moved(("rows", "rows"), (None, "rows")) == [
+        ("all-gather", ("fsdp",), 384.0),
+        ("collective-permute", ("fsdp", "tensor"), 128.0),
+    ]
+    assert moved(("rows", "rows"), ("rows", None)) == [("all-gather", ("tensor",), 128.0)]
+    assert moved(("other", "rows"), ("rows", "rows")) == [
+        ("all-reduce", ("fsdp",), 768.0),
+        ("collective-permute", ("fsdp", "tensor"), 128.0),
+    ]
+    assert moved(("other", None), ("rows", None)) == [("reduce-scatter", ("fsdp",), 768.0)]
+    # a backward that is computed again gathers again, and has the sums of before
+    assert moved(("rows", "columns"), whole, recomputes=True) == 2 * gathers
+    assert moved(("other", None), whole, recomputes=True) == [("all-reduce", ("fsdp",), 1536.0)]
+
+
 def small_graph(seed):
     """A product, an elementwise chain, a product back, and two parameters, of random sizes."""
     rng = random.Random(seed)
