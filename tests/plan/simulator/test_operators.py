@@ -3,6 +3,8 @@
 import random
 from itertools import product
 
+import jax
+import jax.numpy as jnp
 import pytest
 from planned_steps import subject_of
 
@@ -19,8 +21,9 @@ from shardtrain.plan.simulator.operator_search import (
     trace_whole_step,
 )
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators
-from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value
+from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value, trace_operators
 from shardtrain.plan.space import Space
+from shardtrain.plan.trace import trace
 from shardtrain.report.operators import operators_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -217,3 +220,26 @@ def test_what_is_found_is_no_worse_than_rules(subject):
         planned(subject, 1, {})
     with pytest.raises(ValueError, match="no layout over only data, fsdp, tensor runs on these devices"):
         planned(subject, 7, {"pipeline": 7})
+
+
+def test_sums_of_a_derivative_are_sent_once():
+    x, weights = jax.ShapeDtypeStruct((8, 16), float), jax.ShapeDtypeStruct((16, 4), float)
+
+    def loss(weights, x):
+        found = jnp.tanh(jnp.tanh(x @ weights[0]))
+        return jnp.tanh(found @ weights[1]).sum() + jnp.tanh(found @ weights[2]).sum()
+
+    shapes = [weights, *2 * [jax.ShapeDtypeStruct((4, 4), float)]]
+    names = [("embed", "mlp"), ("mlp", "heads"), ("mlp", "heads")]
+    program = trace(
+        jax.value_and_grad(loss), (shapes, x), [*names, ("batch", None)], [None, *names], [False, *3 * [True]]
+    )
+    graph = trace_operators(program, ["first", "second", "third"], 1.0)
+    added = [value for value in graph.values if value.added]
+    assert [graph.operators[value.source].name for value in added] == ["dot_general (batch, mlp)"]
+    space = ShardedOperators(graph=graph, machine=MACHINE, sizes={"tensor": 2})
+    (number,) = (i for i, value in enumerate(graph.values) if value.added)
+    split = [("heads",) if space.fits(i, ("heads",)) else (None,) for i in range(len(graph.operators))]
+    assert list(space.moves(number, split)) == []
+    split[added[0].added[0]] = (None,)
+    assert [each.kind for each in space.moves(number, split)] == ["all-reduce"]
