@@ -250,16 +250,14 @@ def test_zero_stage_1_gives_the_plain_step(assert_same):
 
 def test_blocks_with_two_remat_policies_give_the_plain_step(assert_same):
     config = DecoderConfig(
-        vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=5, num_heads=2, mlp=MLP, remat="none"
+        vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=3, num_heads=2, mlp=MLP, remat="none"
     )
     batch = {name: rows()[name] for name in ("tokens", "weights")}
     expected = gradients(from_nnx(config), {"data": 1}, loss=next_token_loss, batch=batch)
-    mixed = from_nnx(replace(config, remat=RematCounts(full=2, none=3)))
-    for mesh, microbatches, by in (
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 1, "equal"),
-        ({"pipeline": 2, "data": 2, "tensor": 2}, 5, (2, 3)),
-    ):
-        assert_same(gradients(mixed, mesh, microbatches, next_token_loss, batch, by=by), expected)
+    # the first stage has blocks of both
+    mixed = from_nnx(replace(config, remat=RematCounts(full=1, none=2)))
+    mesh = {"pipeline": 2, "tensor": 2}
+    assert_same(gradients(mixed, mesh, 2, next_token_loss, batch, by=(2, 1)), expected)
 
 
 def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):
