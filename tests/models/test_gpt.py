@@ -98,7 +98,7 @@ def one_device():
     [
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
         {"pipeline": 2, "data": 2, "tensor": 2},
-        {"context": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"context": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
     ],
     ids=lambda mesh: "-".join(mesh),
 )
