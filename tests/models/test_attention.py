@@ -244,13 +244,13 @@ def expected():
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 2, "fsdp": 2, "tensor": 2},
         {"pipeline": 2, "data": 2, "tensor": 2},
         pytest.param({"pipeline": 2, "context": 2, "fsdp": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_blocks_are_those_of_one_device_on_every_mesh(mesh, expected, monkeypatch, assert_same):
+def test_blocks_are_those_of_one_device_in_stages(mesh, expected, monkeypatch, assert_same):
+    """Without stages: `test_packed_rows.py`."""
     monkeypatch.setattr(blockwise, "AT_ONCE", 4)
     assert_same(compute(replace(CONFIG, attention="blockwise"), mesh), expected)
 
@@ -286,7 +286,7 @@ def test_an_attention_of_a_user_is_a_dict_entry(expected, monkeypatch, assert_sa
 
     monkeypatch.setitem(ATTENTIONS, "mine", Attention(find_obstacles, attend))
     with noting(lines.append):
-        assert_same(compute(replace(CONFIG, attention="mine"), {"data": 2, "fsdp": 2, "tensor": 2}), expected)
+        assert_same(compute(replace(CONFIG, attention="mine"), {"data": 2}), expected)
     assert lines == ["attention: mine, as asked for: float32 on cpu"]
 
 

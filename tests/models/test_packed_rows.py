@@ -17,6 +17,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import BLOCKS
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
+from shardtrain.models.attention import blockwise
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.rotary import YarnScaling
@@ -153,7 +154,9 @@ def test_they_do_on_any_layout(config, layout, assert_same):
     assert_same(found, expected(config))
 
 
-def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
+def test_conversations_packed_into_windows_do_too(tmp_path, monkeypatch, assert_same):
+    """By attention in blocks."""
+    monkeypatch.setattr(blockwise, "AT_ONCE", 4)
     random = np.random.default_rng(0)
     rows = [
         {"prompt": "".join(map(chr, random.integers(1, VOCAB, 3))), "completion": chr(5) * int(size)}
@@ -167,10 +170,11 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
         assert len(source) == num_windows
         batches.append(Batches(source=source, batch=20, shuffle=False).load({"epoch": 0, "index": 0}))
     packed, alone = batches
-    expected = gradients(ROTARY, alone, Layout(mesh={"data": 1}), 1)
+    config = replace(ROTARY, window=5, full_every=2)
+    expected = gradients(config, alone, Layout(mesh={"data": 1}), 1)
     assert expected["count"] == sum(len(row["completion"]) + 1 for row in rows)
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    assert_same(gradients(ROTARY, packed, Layout(mesh=mesh), 8), expected)
+    assert_same(gradients(replace(config, attention="blockwise"), packed, Layout(mesh=mesh), 8), expected)
 
 
 @pytest.mark.parametrize(
