@@ -65,10 +65,10 @@ NUM_SHARDED = {"gemma": 10, "lm1b": 17, "resnet": 0, "plain": 3}
 """Parameters that are not whole on every device of the mesh."""
 
 
-# one with statistics, and one whose names come from outside; test_central.py has decoders of nnx and of Linen
+# one with statistics; test_central.py has decoders of nnx and of Linen, the fuzzer names from outside
 CASES = [
     *(
-        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name in ("gemma", "lm1b")))
+        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name != "resnet"))
         for name in NUM_SHARDED
     ),
     *(
