@@ -35,6 +35,15 @@ def test_they_are_killed_frozen_stopped_and_started(tmp_path, warm_python):
     assert "lost" in " ".join(epoch.why for epoch in epochs)
 
 
+def test_one_that_is_asked_to_end_leaves_and_nothing_is_repeated(run):
+    first, _ = run.start(), run.start()
+    run.wait_for(lambda: all(each.is_member for each in run.processes))
+    first.signal(signal.SIGINT)
+    epochs = run.finish()
+    assert first.outcome.startswith("left ")
+    assert not any(epoch.repeats for epoch in epochs)
+
+
 def test_when_all_are_dead_a_new_one_goes_on_from_the_checkpoint(run):
     run.start()
     run.wait_for(lambda: "step 45" in run.processes[0].list_texts())
