@@ -260,10 +260,10 @@ def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):
 
 def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_ones(monkeypatch, assert_same):
     """At ZeRO stage 1."""
-    mesh, options = {"pipeline": 2, "data": 2, "fsdp": 2}, {"zero": 1}
+    mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
 
     def num_constraints():
-        placement = placed(words(), mesh, **options)
+        placement = placed(words(), mesh, zero=1)
         params, key = stored(placement, initial(words()).params), step_key(jnp.uint32(7), jnp.int32(0))
         # a new function each time: jax keeps traces by function
         function = partial(make_gradients(words(), words_loss, placement))
@@ -273,7 +273,7 @@ def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_o
     assert num_constraints() == 0
     monkeypatch.setattr(mesh_tasks, "_is_on_gpus", lambda: True)
     assert num_constraints() > 0
-    assert_same(gradients(words(), mesh, 4, **options), plain())
+    assert_same(gradients(words(), mesh, 4, zero=1), plain())
 
 
 class Looking(Words):
