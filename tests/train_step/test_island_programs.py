@@ -211,7 +211,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.full] * (way != "sums of gradients")) for way in WAYS],
+    [pytest.param(way, marks=[pytest.mark.full] * (way in ("in two programs", "Adasum"))) for way in WAYS],
 )
 def test_programs_that_islands_compare_are_traced_once_and_differ_by_loss_and_optimizer(way):
     traced = []
