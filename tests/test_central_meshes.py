@@ -7,22 +7,15 @@ One tiny decoder with experts, of which every axis has something to shard, and o
 import itertools
 from functools import cache
 
-import jax
 import numpy as np
-import optax
 import pytest
+from mesh_gradients import compute_gradients
 
 from shardtrain.axes import AXES, CONTEXT, EXPERT, PIPELINE
-from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.experts_options import Experts
-from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import ContextAttentions, Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_gradients
 
 MODEL = DecoderConfig(
     vocab=32, seq=16, embed=16, num_layers=2, num_heads=8, head_dim=2, mlp=8, activation="swiglu", bias=False,
@@ -71,26 +64,15 @@ def rows():
     return {"tokens": random.integers(0, MODEL.vocab, (ROWS, MODEL.seq + 1), np.int32), "weights": weights}
 
 
-def gradients(mesh, kind: ContextAttentions = "ring", num_devices=8):
+def gradients(mesh, kind: ContextAttentions = "ring"):
     """Loss and gradients of two microbatches."""
-    stages = Partition(num_stages=2, num_chunks=1, placement="loop", counts=(1, 1))
     layout = Layout(mesh=mesh, context_attention=kind)
-    devices = make_mesh(layout, jax.devices()[:num_devices])
-    partition = stages if PIPELINE in mesh else None
-    placement = make_placement(model(), optax.identity(), layout, devices, stages=partition)
-    state = init_state(model(), optax.identity(), placement, seed=7)
-    batch = {name: x.reshape(2, ROWS // 2, *x.shape[1:]) for name, x in rows().items()}
-    batch = jax.tree.map(lambda x: jax.device_put(x, placement.batch), batch)
-    compute = make_gradients(model(), next_token_loss, placement)
-    found = jax.jit(compute, compiler_options=placement.compiler_options)(
-        state.params, state.model_state, step_key(state.seed, state.step), batch
-    )
-    return jax.tree.map(np.asarray, {"loss": found.loss_sum / found.count, **found.grads})
+    return compute_gradients(model(), layout, rows(), 2, counts=(1, 1) if PIPELINE in mesh else ())
 
 
 @cache
 def one_device():
-    return gradients({"data": 1}, num_devices=1)
+    return gradients({"data": 1})
 
 
 @pytest.mark.parametrize(("mesh", "kind"), list(cases()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardtrain.cli import main
-from shardtrain.cli.run_file import load_file, load_run
+from shardtrain.cli.run_file import load_run
 from shardtrain.data import Batches, place
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.row_draws import find_draws
@@ -22,7 +22,6 @@ from shardtrain.train_step.step import make_step
 
 PROGRAMS = Path(__file__).parent / "programs"
 FILE = PROGRAMS / "published_models.py"
-STYLED = load_file(PROGRAMS / "styled_models.py")
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -66,10 +65,10 @@ NUM_SHARDED = {"gemma": 10, "lm1b": 17, "resnet": 0, "plain": 3}
 """Parameters that are not whole on every device of the mesh."""
 
 
-# one with statistics, and one whose names come from outside; test_central.py has decoders of nnx and of Linen
+# one with statistics; test_central.py has decoders of nnx and of Linen, the fuzzer names from outside
 CASES = [
     *(
-        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name in ("gemma", "lm1b")))
+        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name != "resnet"))
         for name in NUM_SHARDED
     ),
     *(
@@ -88,27 +87,6 @@ def test_gradients_are_those_of_a_plain_loop(name, sizes, published, assert_same
     if sizes == MESH:
         specs = jax.tree.leaves(placement.state.params)
         assert sum(not sharding.is_fully_replicated for sharding in specs) == NUM_SHARDED[name]
-
-
-# dropout of whole rows and of flattened tokens, a key that the loss hands on, a recurrence, features drawn
-# once; only `--full` has the draws of a loss, of attention, of Linen's dropout and of the call's streams
-QUICK = ("convnext", "lstm", "flat dropout", "vae", "fourier")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in STYLED.STYLES]
-)
-def test_models_of_many_styles(name, assert_same):
-    """Losses and the sum of gradients are those of one device, dropout included."""
-    run = STYLED.styled_run(name)
-    assert_same(trained(run, MESH, 2)[0][:2], trained(run, {"data": 1})[0][:2])
-
-
-# the draws of a run on islands are in trainer/test_islands_train.py
-@pytest.mark.full
-def test_models_of_many_styles_on_two_islands(mpiexec, tmp_path):
-    names = list(STYLED.STYLES)
-    assert mpiexec(2, PROGRAMS / "styled_islands.py", tmp_path, *names) == [" ".join(names) + "\n"] * 2
 
 
 @pytest.mark.parametrize(("options", "microbatches"), [({"sync": True}, 1), ({"axis_name": "batch"}, 2)])

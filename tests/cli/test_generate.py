@@ -127,20 +127,20 @@ def test_without_a_number_the_text_fills_the_positions(command):
     assert (found["num_tokens"], found["ended"]) == (21, False)
 
 
-@pytest.mark.parametrize("where", ["import", "config.json", "generation_config.json"])
-def test_each_of_several_tokens_ends_a_text(where, command, tmp_path):
-    """In text, in JSON lines, and in batches; config.json does not matter beside the other file."""
+def test_each_of_several_tokens_ends_a_text(command, tmp_path):
+    """In text, in JSON lines, and in batches; config.json does not matter beside the other file.
+
+    Which tokens end a text: below, and data/test_tokenize.py.
+    """
     train_tokenizer([], 257, tmp_path / "tokenizer.json")
     known = open_tokenizer(tmp_path)
     words = ["--tokenizer", tmp_path, "--temperature", "0", *WORDS]
     params = save(tmp_path / "free", CONFIG)[0]
     rows = [row.tolist() for row in added(params, known.encode(PROMPTS), sampling=Sampling(temperature=0.0))]
     ends = [row[i] for i, row in enumerate(rows)]
-    tokens = {"eos_token_id": ends}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": rows[2][0]}))
-    if where != "import":
-        (tmp_path / where).write_text(json.dumps(tokens))
-    save(tmp_path / "ended", CONFIG, tokens=tokens if where == "import" else None)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    save(tmp_path / "ended", CONFIG)
     lines = command(tmp_path / "ended", *words)[1].splitlines()
     whole = command(tmp_path / "ended", *words, "--end", "<|endoftext|>")[1].splitlines()
     for line, free, row in zip(map(json.loads, lines), map(json.loads, whole), rows, strict=True):

@@ -162,17 +162,27 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
     assert [line["step"] for line in one.lines() if "train/loss" in line] == list(range(5, 121, 5))
     assert any("lost" in epoch.why for epoch in islands.epochs())
     assert {epoch.step % 5 for epoch in islands.epochs()} == {0}
-    for run, start in (islands.run, "0"), (one.run, "40"):
-        replay = [*warm_python, "-m", "shardtrain", "replay", str(run), "--from", start, "--to", "120"]
-        found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
-        assert "bitwise" in found.stdout
+    replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", "0", "--to", "120"]
+    found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
+    assert "bitwise" in found.stdout
 
 
 def test_the_loop_of_the_example_trains(warm_python, tmp_path):
-    words = [*warm_python, str(ROOT / "examples" / "elastic_loop.py"), str(tmp_path / "run")]
-    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    """Half of its steps, on one device as on a laptop."""
+    text = (
+        (ROOT / "examples" / "elastic_loop.py")
+        .read_text()
+        .replace("STEPS, SLOTS, SEED = 200", "STEPS, SLOTS, SEED = 100")
+    )
+    (tmp_path / "loop.py").write_text(text)
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    words = [*warm_python, str(tmp_path / "loop.py"), str(tmp_path / "run")]
+    done = subprocess.run(
+        words, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True
+    )
+    found = done.stdout.splitlines()
     losses = [float(line.split()[-1]) for line in found if line.startswith("step ")]
-    assert len(losses) == 20
+    assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
     assert found[-1] == "stopped"
 
@@ -219,7 +229,6 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
     islands.wait_for_step(3)
     others = [
         (islands.start("--seed", "1"), "seed: 0 on the run"),
-        (islands.start("--elastic.slots", "5"), "has num_slots=5, and the run in"),
         (islands.start(elastic=""), "another process is training in"),
     ]
     for other, message in others:

@@ -58,12 +58,10 @@ def on_mesh(kind, mesh, inputs, activations: Any = None, **options):
 STAGES = {"pipeline": 2}
 """In a mesh with stages a ring is one of pairs; these stages compute alike."""
 CASES = {
-    "pairs, causal": ("ring", {**STAGES, "context": 4}, arrays(16, 16), True, False),
     "pairs, to another sequence": ("ring", {**STAGES, "context": 4}, arrays(8, 12), False, True),
     "ring, causal, padding": ("ring", {"context": 4, "tensor": 2}, arrays(16, 16), True, True),
     "ring, to another sequence": ("ring", {"context": 4, "fsdp": 2}, arrays(8, 12), False, True),
     "all-gather, padding": ("all-gather", {"context": 2, "fsdp": 2}, arrays(4, 6), False, True),
-    "all-to-all, causal": ("all-to-all", {"context": 2, "tensor": 2}, arrays(6, 6, 4), True, True),
 }
 
 

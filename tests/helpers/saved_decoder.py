@@ -10,14 +10,14 @@ from shardtrain.errors.options import list_plain_options
 from shardtrain.functional.nnx_model import convert_model
 
 
-def save(folder, config, steps=(1,), tokens=None, **options):
+def save(folder, config, steps=(1,), **options):
     """Write a checkpoint of each step, each with parameters of its own.
 
     Returns the last parameters, and those that stand as their average in the state of the optimizer.
     """
     shapes, _ = jax.eval_shape(convert_model(config).init, jax.random.key(0))
     model = {f"model.{name}": value for name, value in list_plain_options(config).items()}
-    extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}, "tokens": tokens}
+    extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}}
     rng = np.random.default_rng(0)
 
     def draw():

@@ -1,6 +1,5 @@
 """Every attention of the registry against its definition, and the choice of one."""
 
-import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -10,23 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from mesh_gradients import compile_gradients, compute_gradients
 
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.functional.rng import step_key
 from shardtrain.models.attention import ATTENTIONS, Attention, ScoreOptions, attend, attend_whole, blockwise
 from shardtrain.models.attention.cudnn import has_flash
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.ops import PLAIN, Ops
-from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_gradients
 
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [2] * 2, [0] * 11, np.arange(11)], np.int32)
 MASK = np.ones((3, 11), np.int32)
@@ -213,27 +207,19 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-def compile_gradients(config, mesh, rows=8):
-    """The compiled gradients of packed rows on a mesh, and their arguments."""
-    layout, model = Layout(mesh=mesh, context_attention="all-to-all"), from_nnx(config)
-    devices = make_mesh(layout, jax.devices()[: math.prod(mesh.values())])
-    stages = Partition(num_stages=2, num_chunks=1, counts=(1, 1)) if "pipeline" in mesh else None
-    placement = make_placement(model, optax.identity(), layout, devices, stages=stages)
-    state = init_state(model, optax.identity(), placement, seed=7)
-    random, microbatches = np.random.default_rng(0), 1 if stages is None else 2
+def make_case(config, mesh, rows=8):
+    """Packed rows on a mesh, as `compile_gradients` takes them."""
+    random, is_staged = np.random.default_rng(0), "pipeline" in mesh
     tokens = random.integers(0, config.vocab, (rows, config.seq + 1), np.int32)
     segments = np.sort(random.integers(0, 3, (rows, config.seq), np.int32), axis=1)
     batch = {"tokens": tokens, "segments": segments, "weights": np.ones(segments.shape, np.float32)}
-    batch = {name: x.reshape(microbatches, -1, x.shape[1]) for name, x in batch.items()}
-    batch = {name: jax.device_put(x, placement.batch) for name, x in batch.items()}
-    arguments = state.params, state.model_state, step_key(state.seed, state.step), batch
-    return jax.jit(make_gradients(model, next_token_loss, placement)).lower(*arguments).compile(), arguments
+    layout = Layout(mesh=mesh, context_attention="all-to-all")
+    return (from_nnx(config), layout, batch, 1 + is_staged), {"counts": (1, 1) * is_staged}
 
 
 def compute(config, mesh):
-    compiled, arguments = compile_gradients(config, mesh)
-    found = compiled(*arguments)
-    return jax.tree.map(np.asarray, (found.loss_sum, found.grads))
+    case, options = make_case(config, mesh)
+    return compute_gradients(*case, **options)
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +230,13 @@ def expected():
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 2, "fsdp": 2, "tensor": 2},
         {"pipeline": 2, "data": 2, "tensor": 2},
         pytest.param({"pipeline": 2, "context": 2, "fsdp": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_blocks_are_those_of_one_device_on_every_mesh(mesh, expected, monkeypatch, assert_same):
+def test_blocks_are_those_of_one_device_in_stages(mesh, expected, monkeypatch, assert_same):
+    """Without stages: `test_packed_rows.py`."""
     monkeypatch.setattr(blockwise, "AT_ONCE", 4)
     assert_same(compute(replace(CONFIG, attention="blockwise"), mesh), expected)
 
@@ -286,7 +272,7 @@ def test_an_attention_of_a_user_is_a_dict_entry(expected, monkeypatch, assert_sa
 
     monkeypatch.setitem(ATTENTIONS, "mine", Attention(find_obstacles, attend))
     with noting(lines.append):
-        assert_same(compute(replace(CONFIG, attention="mine"), {"data": 2, "fsdp": 2, "tensor": 2}), expected)
+        assert_same(compute(replace(CONFIG, attention="mine"), {"data": 2}), expected)
     assert lines == ["attention: mine, as asked for: float32 on cpu"]
 
 
@@ -296,7 +282,8 @@ def test_packed_rows_of_long_sequences_have_no_scores_of_all_positions(assert_sa
     )
     found = {}
     for name in ("xla", "auto"):
-        compiled, arguments = compile_gradients(replace(config, attention=name), {"data": 1}, rows=1)
+        case, _ = make_case(replace(config, attention=name), {"data": 1}, rows=1)
+        compiled, arguments, _ = compile_gradients(*case)
         result = compiled(*arguments)
         figures: Any = compiled.memory_analysis()
         found[name] = figures.temp_size_in_bytes, result.loss_sum, result.grads

@@ -1,7 +1,6 @@
 """Rows of several documents give the losses and gradients of their documents, each in a row of its own."""
 
 import json
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -9,19 +8,17 @@ import jax
 import numpy as np
 import optax
 import pytest
-from unordered_collectives import find_unordered
+from mesh_gradients import compute_gradients
 
 from shardtrain.data import Batches, Chat
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import BLOCKS
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
+from shardtrain.models.attention import blockwise
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.rotary import YarnScaling
-from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
@@ -67,31 +64,17 @@ def batches():
     return {"tokens": tokens, "segments": segments, "weights": weights}, own
 
 
-def gradients(config, batch, layout, num_devices, microbatches=1):
+def gradients(config, batch, layout, microbatches=1):
     """Loss and gradients by the toolkit, on any layout."""
-    model = from_nnx(config)
-    mesh = make_mesh(layout, jax.devices()[:num_devices])
     halves = (config.num_layers + 1) // 2, config.num_layers // 2
-    stages = Partition(num_stages=2, num_chunks=1, counts=halves) if "pipeline" in layout.mesh else None
-    placement = make_placement(model, optax.identity(), layout, mesh, stages=stages)
-    state = init_state(model, optax.identity(), placement, seed=7)
-    rows = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in batch.items()}
-    rows = {k: jax.device_put(v, placement.batch) for k, v in rows.items()}
-    arguments = state.params, state.model_state, step_key(state.seed, state.step), rows
-    compute = jax.jit(make_gradients(model, next_token_loss, placement)).lower(*arguments).compile()
-    text = compute.as_text() or ""
-    assert (permutes_in_branches(text), find_unordered(text)) == ([], [])  # or it could wait for ever
-    result = compute(*arguments)
-    grads = dict(result.grads)
-    if stages is not None:
-        grads[BLOCKS] = jax.tree.map(stages.restore_order, grads[BLOCKS])
-    return jax.tree.map(np.asarray, {"sum": result.loss_sum, "count": result.count, **grads})
+    counts = halves if "pipeline" in layout.mesh else ()
+    return compute_gradients(from_nnx(config), layout, batch, microbatches, counts=counts)
 
 
 @cache
 def expected(config):
     """Of each document in a row of its own, on one device."""
-    return gradients(config, batches()[1], Layout(mesh={"data": 1}), 1)
+    return gradients(config, batches()[1], Layout(mesh={"data": 1}))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +88,7 @@ def expected(config):
     ids=["learned", "rotary", "chunks", "everything"],
 )
 def test_packed_rows_give_the_gradients_of_their_documents(config, assert_same):
-    found = gradients(config, batches()[0], Layout(mesh={"data": 1}), 1)
+    found = gradients(config, batches()[0], Layout(mesh={"data": 1}))
     assert found["count"] == sum(sum(lengths) - len(lengths) + 1 for lengths in LENGTHS[:-1])
     assert_same(found, expected(config))
     if config is not LEARNED:
@@ -113,7 +96,7 @@ def test_packed_rows_give_the_gradients_of_their_documents(config, assert_same):
     # without segments they would not
     mixed = {name: x for name, x in batches()[0].items() if name != "segments"}
     with pytest.raises(AssertionError):
-        assert_same(gradients(config, mixed, Layout(mesh={"data": 1}), 1), expected(config))
+        assert_same(gradients(config, mixed, Layout(mesh={"data": 1})), expected(config))
 
 
 LAYOUTS = {
@@ -148,12 +131,13 @@ CONFIGS = {
 )
 def test_they_do_on_any_layout(config, layout, assert_same):
     mesh, options, microbatches = LAYOUTS[layout]
-    num_devices = math.prod(mesh.values())
-    found = gradients(config, batches()[0], Layout(mesh=mesh, **options), num_devices, microbatches)
+    found = gradients(config, batches()[0], Layout(mesh=mesh, **options), microbatches)
     assert_same(found, expected(config))
 
 
-def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
+def test_conversations_packed_into_windows_do_too(tmp_path, monkeypatch, assert_same):
+    """By attention in blocks."""
+    monkeypatch.setattr(blockwise, "AT_ONCE", 4)
     random = np.random.default_rng(0)
     rows = [
         {"prompt": "".join(map(chr, random.integers(1, VOCAB, 3))), "completion": chr(5) * int(size)}
@@ -167,10 +151,11 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
         assert len(source) == num_windows
         batches.append(Batches(source=source, batch=20, shuffle=False).load({"epoch": 0, "index": 0}))
     packed, alone = batches
-    expected = gradients(ROTARY, alone, Layout(mesh={"data": 1}), 1)
+    config = replace(ROTARY, window=5, full_every=2)
+    expected = gradients(config, alone, Layout(mesh={"data": 1}))
     assert expected["count"] == sum(len(row["completion"]) + 1 for row in rows)
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    assert_same(gradients(ROTARY, packed, Layout(mesh=mesh), 8), expected)
+    assert_same(gradients(replace(config, attention="blockwise"), packed, Layout(mesh=mesh)), expected)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +170,7 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
 def test_stages_look_up_restarted_positions_over_context(others, microbatches, assert_same):
     """Looked up in parts, XLA would end the process, or stages would wait for ever."""
     layout = Layout(mesh={"pipeline": 2, "context": 2, **others}, context_attention="all-gather")
-    assert_same(gradients(LEARNED, batches()[0], layout, 8, microbatches), expected(LEARNED))
+    assert_same(gradients(LEARNED, batches()[0], layout, microbatches), expected(LEARNED))
 
 
 @pytest.mark.full
@@ -193,7 +178,7 @@ def test_stages_look_up_restarted_positions_over_context(others, microbatches, a
 def test_learned_positions_are_restarted_over_context(window, assert_same):
     """With a window a ring needs the near devices only; without one rotary positions have a case."""
     config = replace(LEARNED, window=window)
-    found = gradients(config, batches()[0], Layout(mesh={"context": 3}), 3)
+    found = gradients(config, batches()[0], Layout(mesh={"context": 3}))
     assert_same(found, expected(config))
 
 

@@ -4,18 +4,14 @@ from functools import cache
 
 import jax
 import numpy as np
-import optax
 import pytest
+from mesh_gradients import compile_gradients
 from tiny_language_model import TinyConfig
 
 import shardtrain as st
-from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.functional.rng import step_key
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_gradients
 from shardtrain.trainer.setup import make_setup
 from shardtrain.trainer.stage_checks import check_stage_islands
 
@@ -26,16 +22,10 @@ CONFIG = TinyConfig(vocab=64, seq=SEQ, embed=64, mlp=256, num_layers=2)
 @cache
 def compiled(dtype, microbatches):
     """The compiled gradients of a batch, and their arguments."""
-    layout, model = Layout(mesh={"data": 2, "fsdp": 2}), from_nnx(CONFIG)
-    mesh = make_mesh(layout, jax.devices()[:4])
-    placement = make_placement(model, optax.identity(), layout, mesh, accumulate_dtype=dtype)
-    state = init_state(model, optax.identity(), placement, seed=3)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (microbatches, ROWS // microbatches, SEQ + 1))
-    batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(tokens.shape[:2], np.float32)}
-    batch = jax.tree.map(lambda x: jax.device_put(x, placement.batch), batch)
-    arguments = (state.params, state.model_state, step_key(state.seed, state.step), batch)
-    gradients = jax.jit(make_gradients(model, next_token_loss, placement))
-    return gradients.lower(*arguments).compile(), arguments
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS, SEQ + 1), np.int32)
+    batch = {"tokens": tokens, "weights": np.ones(ROWS, np.float32)}
+    layout = Layout(mesh={"data": 2, "fsdp": 2})
+    return compile_gradients(from_nnx(CONFIG), layout, batch, microbatches, accumulate_dtype=dtype)[:2]
 
 
 def gradients(dtype, microbatches=8):

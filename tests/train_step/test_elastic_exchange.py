@@ -86,9 +86,8 @@ ONE, FOUR = {"data": 1}, {"data": 2, "fsdp": 2}
         (TINY, FOUR, SGD, LOCAL),
         (NORMED, ONE, SGD, Synchronisation(by="adasum", on="deltas", every=2)),
         (NORMED, ONE, ADAM, Synchronisation()),
-        (NORMED, ONE, SGD, LOCAL),
     ],
-    ids=["adasum", "diloco", "adasum of deltas", "batch norm", "batch norm, diloco"],
+    ids=["adasum", "diloco", "adasum of deltas", "batch norm"],
 )
 def test_slots_are_the_replicas_of_a_mesh(task, sizes, optimizer, synchronisation):
     expected = task.train_on_mesh(optimizer, synchronisation)

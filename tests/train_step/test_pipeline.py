@@ -230,36 +230,26 @@ def test_every_pipeline_gives_the_plain_step(schedule, stages, microbatches, mix
     assert_same(gradients(words(), mesh, microbatches, schedule=schedule), plain())
 
 
+# TestStep has as many blocks on two stages
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_layers", "stages", "schedule", "by"),
-    [
-        pytest.param(7, 4, "zero_bubble", (1, 3, 1, 2), marks=pytest.mark.full),
-        (7, 3, "zb_v", "equal"),
-    ],
-    ids=str,
+    ("stages", "schedule", "by"), [(4, "zero_bubble", (1, 3, 1, 2)), (3, "zb_v", "equal")], ids=str
 )
-def test_layers_that_do_not_divide_give_the_plain_step(num_layers, stages, schedule, by, assert_same):
+def test_layers_that_do_not_divide_give_the_plain_step(stages, schedule, by, assert_same):
     mesh = {"pipeline": stages, "tensor": 2}
-    assert_same(gradients(words(num_layers), mesh, 5, schedule=schedule, by=by), plain(num_layers))
-
-
-def test_zero_stage_1_gives_the_plain_step(assert_same):
-    mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
-    assert_same(gradients(words(), mesh, 4, zero=1), plain())
+    assert_same(gradients(words(7), mesh, 5, schedule=schedule, by=by), plain(7))
 
 
 def test_blocks_with_two_remat_policies_give_the_plain_step(assert_same):
     config = DecoderConfig(
-        vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=5, num_heads=2, mlp=MLP, remat="none"
+        vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=3, num_heads=2, mlp=MLP, remat="none"
     )
     batch = {name: rows()[name] for name in ("tokens", "weights")}
     expected = gradients(from_nnx(config), {"data": 1}, loss=next_token_loss, batch=batch)
-    mixed = from_nnx(replace(config, remat=RematCounts(full=2, none=3)))
-    for mesh, microbatches, by in (
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 1, "equal"),
-        ({"pipeline": 2, "data": 2, "tensor": 2}, 5, (2, 3)),
-    ):
-        assert_same(gradients(mixed, mesh, microbatches, next_token_loss, batch, by=by), expected)
+    # the first stage has blocks of both
+    mixed = from_nnx(replace(config, remat=RematCounts(full=1, none=2)))
+    mesh = {"pipeline": 2, "tensor": 2}
+    assert_same(gradients(mixed, mesh, 2, next_token_loss, batch, by=(2, 1)), expected)
 
 
 def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):
@@ -269,20 +259,21 @@ def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):
 
 
 def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_ones(monkeypatch, assert_same):
-    mesh = {"pipeline": 2, "data": 2}
+    """At ZeRO stage 1."""
+    mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
 
     def num_constraints():
-        placement = placed(words(), mesh)
+        placement = placed(words(), mesh, zero=1)
         params, key = stored(placement, initial(words()).params), step_key(jnp.uint32(7), jnp.int32(0))
         # a new function each time: jax keeps traces by function
         function = partial(make_gradients(words(), words_loss, placement))
-        traced = jax.make_jaxpr(function)(params, {}, key, on_mesh(rows(), placement, 5))
+        traced = jax.make_jaxpr(function)(params, {}, key, on_mesh(rows(), placement, 4))
         return str(traced).count("layout_constraint")
 
     assert num_constraints() == 0
     monkeypatch.setattr(mesh_tasks, "_is_on_gpus", lambda: True)
     assert num_constraints() > 0
-    assert_same(gradients(words(), mesh, 5), plain())
+    assert_same(gradients(words(), mesh, 4, zero=1), plain())
 
 
 class Looking(Words):

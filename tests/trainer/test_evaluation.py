@@ -1,4 +1,4 @@
-"""Held-out data: one set, or several by name, on a mesh and across islands; with hooks on rank 0."""
+"""Held-out data: one set, or several by name, on one device and across islands; with hooks on rank 0."""
 
 import dataclasses
 import io
@@ -15,8 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.evaluations import read_evaluations
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.sources import open_sources
 from shardtrain.trainer.train import train
 
@@ -101,7 +100,6 @@ A, B = tokens(1, 13), tokens(2, 5)
 RUN = Run(
     model=TinyConfig(vocab=32, num_layers=2),
     data=Data(),
-    strategy=Strategy(layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})),
     batch=8,
     steps=4,
     log_every=2,
@@ -119,12 +117,13 @@ def start(folder: Path, heldout: Any, **changes: Any) -> tuple[list[dict[str, fl
 
 
 @pytest.fixture(scope="module")
-def named(tmp_path_factory):
+def named(tmp_path_factory, on_one_device):
     folder = tmp_path_factory.mktemp("named")
-    return *start(folder, {"a": A, "b": B}), folder
+    with on_one_device():
+        return *start(folder, {"a": A, "b": B}), folder
 
 
-def test_each_set_has_the_losses_that_it_has_as_the_only_one(named, tmp_path):
+def test_each_set_has_the_losses_that_it_has_as_the_only_one(named, tmp_path, one_device):
     lines, printed, folder = named
     assert [sorted(line) for line in lines] == [["heldout/a/loss", "heldout/b/loss"]] * 2
     alone, _ = start(tmp_path, A)
@@ -134,7 +133,7 @@ def test_each_set_has_the_losses_that_it_has_as_the_only_one(named, tmp_path):
     assert (folder / "loss.png").stat().st_size > 0
 
 
-def test_the_number_of_batches_is_that_of_each_set(named, tmp_path):
+def test_the_number_of_batches_is_that_of_each_set(named, tmp_path, one_device):
     lines, _, _ = named
     first, _ = start(tmp_path, {"a": A, "b": B}, evaluate_batches=1)
     # b has less than a batch, a has two

@@ -285,10 +285,10 @@ class Data:
 def make_run(source: Any, folder: Path, **changes: Any) -> Run:
     model = MlpConfig(features=4, mlp=4, num_layers=1, classes=3)
     run = Run(model=model, data=Data(source), loss=classification_loss, batch=8, steps=3, run_dir=folder)
-    return replace(run, strategy=replace(run.strategy, layout="data=8"), **changes)  # type: ignore[arg-type]
+    return replace(run, **changes)
 
 
-def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
+def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch, one_device):
     """The first batch is not looked at here, as where only later ones are bad."""
     monkeypatch.setattr(prepared_run, "find_class_problems", lambda expected, batch: [])
     run = make_run(Points(bad=0), tmp_path)
@@ -304,7 +304,9 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
+def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(
+    tmp_path, monkeypatch, one_device
+):
     train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
     for module in (prepared_run, session):
         monkeypatch.setattr(module, "find_class_problems", lambda expected, batch: [])
@@ -315,7 +317,7 @@ def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp
     assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
 
 
-def test_classes_of_the_first_batch_are_refused_before_the_first_step(tmp_path):
+def test_classes_of_the_first_batch_are_refused_before_the_first_step(tmp_path, one_device):
     with pytest.raises(ValueError, match=r"this run would learn nothing.*\n  - 'label' has 300 in row"):
         train(make_run(Points(bad=0), tmp_path), Console(quiet=True))
 

@@ -83,7 +83,7 @@ def test_a_right_one_trains_and_off_checks_nothing(tmp_path, capsys):
     assert (
         "layout checked: the gradients of 8 rows equal those of one device up to" in capsys.readouterr().out
     )
-    train(run_of(tmp_path / "off", mean=sum_over_tensor, check_layout="off"))
+    train(run_of(tmp_path / "off", mean=mean_over_tensor, check_layout="off"))
     assert "layout checked" not in capsys.readouterr().out
 
 
