@@ -163,10 +163,10 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, sta
     ("number", "to_rank"),
     [
         (signal.SIGINT, False),
-        *((each, to_rank) for each in (signal.SIGTERM, signal.SIGUSR1) for to_rank in (False, True)),
+        *(pytest.param(each, False, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
+        *(pytest.param(each, True, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
     ],
 )
-@pytest.mark.full  # above it is SIGHUP
 def test_a_signal_to_the_launch_or_to_a_rank_stops_and_saves(number, to_rank, folder, start):
     process = start()
     until_steps(process)

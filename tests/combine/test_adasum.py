@@ -165,27 +165,29 @@ def test_leaves_of_16_bits_add_up_in_float32(dtype, references):
 
 
 def test_what_decides_is_the_leaf_the_whole_or_a_group(references):
-    """Leaves, and all together: also below, on shards."""
     random = np.random.default_rng(0)
-    shapes = {"a": {"x": (4, 3), "y": (5,)}, "b": (7,)}
+    tree = {"a": {"x": (4, 3), "y": (5,)}, "b": (7,)}
     tree = jax.tree.map(
-        lambda s: random.normal(size=(3, *s)) + 1, shapes, is_leaf=lambda s: isinstance(s, tuple)
+        lambda s: random.normal(size=(3, *s)) + 1, tree, is_leaf=lambda s: isinstance(s, tuple)
     )
+    stacked = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
     leaves = [[x[r] for x in jax.tree.leaves(tree)] for r in range(3)]
-    combiner = adasum(lambda path: path.split("/")[0])
-    assert [each.across_leaves for each in (combiner, adasum("whole"), adasum("leaf"))] == [True, True, False]
-    run = jax.vmap(lambda x: combiner.combine(x, 1.0, (), MeshGroup("data", 3))[::2], axis_name="data")
-    value, metrics = jax.jit(run)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree))
-    units = [0, 0, 1]
-    expected = references.adasum(leaves, [1, 1, 1], units)
-    for x, y in zip(jax.tree.leaves(value), expected, strict=True):
-        np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-5)
-    for unit in set(units):
-        which = [i for i, u in enumerate(units) if u == unit]
-        ratio = sum((expected[i] ** 2).sum() for i in which) / sum(
-            (r[i] ** 2).sum() for r in leaves for i in which
-        )
-        np.testing.assert_allclose(metrics["orthogonality"][0, jnp.array(which)], ratio, rtol=1e-4)
+    group = MeshGroup("data", 3)
+    cases = (("leaf", [0, 1, 2]), ("whole", [0, 0, 0]), (lambda path: path.split("/")[0], [0, 0, 1]))
+    for per, units in cases:
+        combiner = adasum(per)
+        assert combiner.across_leaves == (per != "leaf")
+        run = jax.vmap(lambda x, c=combiner: c.combine(x, 1.0, (), group)[::2], axis_name="data")
+        value, metrics = jax.jit(run)(stacked)
+        expected = references.adasum(leaves, [1, 1, 1], units)
+        for x, y in zip(jax.tree.leaves(value), expected, strict=True):
+            np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-5)
+        for unit in set(units):
+            which = [i for i, u in enumerate(units) if u == unit]
+            ratio = sum((expected[i] ** 2).sum() for i in which) / sum(
+                (r[i] ** 2).sum() for r in leaves for i in which
+            )
+            np.testing.assert_allclose(metrics["orthogonality"][0, jnp.array(which)], ratio, rtol=1e-4)
     with pytest.raises(ValueError) as error:
         adasum("leave")
     assert str(error.value) == "adasum per 'leave'; allowed: 'leaf', 'whole' or a function from path to group"

@@ -162,9 +162,10 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
     assert [line["step"] for line in one.lines() if "train/loss" in line] == list(range(5, 121, 5))
     assert any("lost" in epoch.why for epoch in islands.epochs())
     assert {epoch.step % 5 for epoch in islands.epochs()} == {0}
-    replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", "0", "--to", "120"]
-    found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
-    assert "bitwise" in found.stdout
+    for run, start in (islands.run, "0"), (one.run, "40"):
+        replay = [*warm_python, "-m", "shardtrain", "replay", str(run), "--from", start, "--to", "120"]
+        found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
+        assert "bitwise" in found.stdout
 
 
 def test_the_loop_of_the_example_trains(warm_python, tmp_path):

@@ -64,3 +64,27 @@ def test_a_token_file_that_is_cut_off_during_a_run_ends_it_by_name(lives, empty)
     code, said = lives.run(*train("--steps", "1"))
     assert code == 0, said
     assert re.search(r"resumed from step \d+", said)
+
+
+def test_another_seed_loss_or_model_in_the_same_folder(lives, empty):
+    assert lives.run(*train("--steps", "2"))[0] == 0
+    code, said = lives.run(*train("--steps", "4", "--seed", "5"))
+    assert code == 2
+    assert "seed is 5, but the run in run started with seed 0" in said
+    assert "Use --seed 0, or another --run-dir" in said
+    source = (empty / "tiny.py").read_text().replace("(256, 256)", "(256, 300)")
+    source = source.replace(
+        "import Layout", "import Layout\nfrom shardtrain.functional.loss import next_token_loss"
+    )
+    source = source.replace(
+        "def run(", "def loss(*arguments):\n    return next_token_loss(*arguments)\n\n\ndef run("
+    )
+    (empty / "other.py").write_text(source.replace("model=Bigram", "model=Bigram, loss=loss"))
+    code, said = lives.run("train", "other.py", "--steps", "4")
+    assert code == 2
+    assert "the checkpoint in run is of another run" in said
+    assert re.search(r"loss: .* -> .*; put it back, or allow it: --allow.changed loss", said)
+    code, said = lives.run("train", "other.py", "--steps", "4", "--allow.changed", "loss", "model")
+    assert code == 2
+    assert "params/table: saved float32 (256, 256), asked for float32 (256, 300)" in said
+    assert "use the model and optimizer that it was saved with, or another run folder" in said

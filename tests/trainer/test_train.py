@@ -24,6 +24,7 @@ from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
+from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer import session
@@ -199,6 +200,41 @@ def test_the_factors_of_power_sgd_resume_bitwise(text, tmp_path):
     assert len(factors) == 5  # of the table, and of each layer's two matrices
     for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("other", "rtol"),
+    [
+        pytest.param(
+            Strategy(layout=Layout(mesh={"fsdp": 4, "tensor": 2}, zero=2), accumulate=2),
+            1e-5,
+            marks=pytest.mark.full,
+        ),
+        (
+            Strategy(
+                layout=Layout(mesh={"pipeline": 2, "data": 2, "tensor": 2}),
+                accumulate=2,
+                pipeline=Pipeline(schedule="gpipe"),
+            ),
+            1e-4,
+        ),
+    ],
+    ids=["another mesh", "a pipeline"],
+)
+def test_it_resumes_on_another_layout_with_the_same_losses(whole, stopped, text, tmp_path, other, rtol):
+    """Restored bits, for many more layouts: test_restore_matrix."""
+    _, _, folder = whole
+    shutil.copytree(stopped[2], tmp_path / "resumed")
+    _, printed = start(make_run(text, tmp_path / "resumed", strategy=other))
+    assert "resumed from step 1" in printed
+    assert "changed since then: strategy.accumulate: 1 -> 2" in printed
+    for name in ("train/loss", "grad_norm", "heldout/loss"):
+        got, expected = (
+            [line[name] for line in metrics_of(path) if name in line]
+            for path in (tmp_path / "resumed", folder)
+        )
+        np.testing.assert_allclose(got, expected, rtol=rtol, err_msg=name)
+        assert len(got) == (3 if name == "heldout/loss" else 12)
 
 
 def test_a_finished_run_says_so(whole, text):
