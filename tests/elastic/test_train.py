@@ -60,7 +60,7 @@ class Islands:
     def lines(self):
         return read_jsonl(self.run / "metrics.jsonl") if (self.run / "metrics.jsonl").exists() else []
 
-    def wait_for(self, condition, seconds=60):
+    def wait_for(self, condition, seconds=120):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, [self.output(each) for each in self.processes]

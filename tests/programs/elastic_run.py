@@ -41,7 +41,7 @@ class Tokens:
 def wait(step: int) -> None:
     if step >= int(Path(os.environ["PACE"]).read_text()):
         # where the start of an island takes long, the run has steps left for it
-        time.sleep(0.25 if step < 60 else 1)
+        time.sleep(0.25 if step < 60 else 2)
 
 
 def stop_before(owner: type, name: str, file: str) -> None:
