@@ -349,7 +349,8 @@ def main(options: Options) -> None:
     for name, way in ways.items():
         results.append(measure(name, way, options, islands))
         if islands.is_first:
-            print(name, results[-1].step_seconds, file=sys.stderr, flush=True)
+            reached = [find_target(results[-1].curve, target) for target in options.targets]
+            print(name, results[-1].step_seconds, reached, file=sys.stderr, flush=True)
     if islands.is_first:
         print(table(results, options.targets))
 
