@@ -1,6 +1,7 @@
 """The bridge between islands, beside MPI alone: an all-reduce, a step, gradients in parts, combiners.
 
 mpiexec -n 2 python benchmarks/bridge.py [--part step]
+mpiexec -n 4 python benchmarks/bridge.py --part buckets --core 0.25   # as root; also with other -n
 
 Sides are called in turn on all ranks. Figures: docs/benchmarks/bridge.md and adasum.md.
 """
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 import tyro
 from paired import markdown, spread, take_turns
-from ranks import bind
+from ranks import CpuQuota, bind
 
 from shardtrain.combine import make_combiner
 from shardtrain.combine.mean import add_up
@@ -50,7 +51,8 @@ class Options:
 
     Args:
       part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone;
-        "overlap": gradients in several programs beside one; "combiners": combiners beside the first.
+        "overlap": gradients in several programs beside one; "buckets": sizes of buckets;
+        "combiners": combiners beside the first.
       num_bytes: what is summed.
       combiners: by name.
       leaves: of the gradients that are combined, pairs of a square kernel and a vector.
@@ -60,11 +62,13 @@ class Options:
       rows: of each island.
       steps: in one call.
       num_parts: numbers of programs of the gradients, beside 1.
+      bucket_bytes: sizes of buckets; the last is the default.
+      core: part of a core of each rank, by a quota (root); 1 sets none.
       seed: of parameters, data and orders.
       xla_preset: flags of XLA, as of `shardtrain train`.
     """
 
-    part: Literal["all_reduce", "step", "overlap", "combiners"] = "all_reduce"
+    part: Literal["all_reduce", "step", "overlap", "buckets", "combiners"] = "all_reduce"
     num_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     combiners: tuple[str, ...] = ("mean", "adasum")
     leaves: int = 48
@@ -76,6 +80,8 @@ class Options:
     rows: int = 8
     steps: int = 5
     num_parts: tuple[int, ...] = (2, 3, 4)
+    bucket_bytes: tuple[int, ...] = (256 << 10, 1 << 20, 4 << 20, CAP_BYTES)
+    core: float = 1.0
     seed: int = 0
     xla_preset: Preset = "auto"
 
@@ -209,6 +215,11 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
         counts = (1, *options.num_parts)
         parts = {f"bridge, programs: {n}": stepper(Transfer(mesh, group), num_parts=n) for n in counts}
         return {**parts, "alone": stepper(None)}
+    if options.part == "buckets":
+        sizes = {
+            f"buckets of {n >> 10:,} KB": stepper(Transfer(mesh, group, n)) for n in options.bucket_bytes
+        }
+        return {"alone": stepper(None), **sizes}
     return {
         "alone": stepper(None),
         # what waiting for each other costs, if nothing is sent
@@ -240,7 +251,12 @@ def measure(options: Options) -> list[list[str]]:
     def time_sides(sides: Mapping[str, Side]) -> dict[str, list[Call]]:
         calls = {name: partial(time_call, comm, side) for name, side in sides.items()}
         take_turns(calls, 2, options.seed, comm=comm)
-        return take_turns(calls, options.rounds, options.seed, options.quiet, comm)
+        quota = CpuQuota(options.core)
+        if options.core < 1:
+            quota.begin()
+        found = take_turns(calls, options.rounds, options.seed, options.quiet, comm)
+        quota.end()
+        return found
 
     if options.part == "combiners":
         return format_calls(time_sides(combiner_sides(options, comm, group)), f"{options.leaves} leaves")

@@ -2,17 +2,19 @@
 
 mpiexec -n 2 python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
 mpiexec -n 4 python benchmarks/waves.py --num-stages 2   # two virtual workers; -n 2: one alone
+mpiexec -n 4 python benchmarks/waves.py --num-stages 2 --distances 4 --core 0.4 --rates 1e-3 2e-3 4e-3  # root
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
-seconds that the quickest way took is compared ("equal time"; learning rates are constant). Seconds count from
-a tenth of the steps on, where all islands wait for each other once: all have compiled by then. With stages a
-virtual worker is a pipeline, flushed after each step or with batches in flight. Figures:
-docs/benchmarks/waves.md.
+seconds that the quickest way took is compared ("equal time"), and the steps and seconds to a target loss.
+Seconds count from a tenth of the steps on, where all islands wait for each other once: all have compiled by
+then. With stages a virtual worker is a pipeline, flushed after each step or with batches in flight: at a
+constant learning rate, and by a rule for late gradients (`make_rate`). Figures: docs/benchmarks/waves.md.
 """
 
 import io
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,32 +35,39 @@ class Options:
     Args:
       steps: of each run.
       every: steps of a wave, and of local SGD and DiLoCo between merges.
+      distances: most clocks that a worker may be ahead of the slowest one, each a way.
       num_stages: islands of a virtual worker.
       microbatches: of a pipeline that is flushed after each step.
       in_flight: batches in flight of one that is not.
       pause: seconds for which an island is held up.
       chance: of being held up before a step.
-      slow: the islands of the last worker have this part of a core, 1 / slow, by a quota (root), and it has
-        that part of the rows of another one.
+      core: part of a core of each island, by a quota (root); 1 sets none.
+      slow: the last worker has 1 / slow of the time (by a quota) and of the rows of another one.
       batch, seq, embed, num_layers: of the decoder that is trained.
-      rate: learning rate.
+      rates: learning rates, with each of which every way trains.
+      anneal: steps in which the rule for late gradients comes to the full rate.
+      targets: training losses of a window of lines, to which steps and seconds are counted.
       window: lines over which training losses are averaged.
       seed: of parameters, data and pauses.
     """
 
     steps: int = 240
     every: int = 4
+    distances: tuple[int, ...] = (0, 4, 32)
     num_stages: int = 1
     microbatches: int = 4
     in_flight: int = 4
     pause: float = 0.3
     chance: float = 0.05
+    core: float = 1.0
     slow: int = 1
     batch: int = 16
     seq: int = 64
     embed: int = 64
     num_layers: int = 2
-    rate: float = 2e-3
+    rates: tuple[float, ...] = (2e-3,)
+    anneal: int = 100
+    targets: tuple[float, ...] = (2.6,)
     window: int = 20
     seed: int = 0
 
@@ -69,11 +78,21 @@ class Options:
 
 
 class Way(NamedTuple):
-    """A way to synchronise islands or virtual workers, with microbatches of a step and batches in flight."""
+    """A way to synchronise islands or virtual workers.
+
+    Args:
+      synchronisation: of them.
+      microbatches: of a step.
+      in_flight: batches in flight.
+      delay: by which the learning rate is divided at first.
+      rate: learning rate.
+    """
 
     synchronisation: Any
     microbatches: int = 1
     in_flight: int = 1
+    delay: int = 1
+    rate: float = 0.0
 
 
 class Result(NamedTuple):
@@ -85,7 +104,7 @@ class Result(NamedTuple):
       step_seconds: mean seconds of a step, after the first tenth.
       waiting: part of them in which island 0 waited for others.
       staleness: the most steps of another island that were missing in a step, over islands; None: no waves.
-      curve: (seconds since the first tenth, mean training loss of the last lines), line by line.
+      curve: (step, seconds since the first tenth, mean training loss of the last lines), line by line.
     """
 
     name: str
@@ -93,7 +112,7 @@ class Result(NamedTuple):
     step_seconds: float
     waiting: float
     staleness: int | None
-    curve: list[tuple[float, float]]
+    curve: list[tuple[float, float, float]]
 
 
 def list_ways(options: Options, num_islands: int) -> dict[str, Way]:
@@ -101,43 +120,64 @@ def list_ways(options: Options, num_islands: int) -> dict[str, Way]:
     from shardtrain.combine.synchronisation import Outer, Synchronisation
 
     local = Synchronisation(on="deltas", every=options.every)
-    distances = (0, 4, 32) if num_islands > options.num_stages else (0,)
+    distances = options.distances if num_islands > options.num_stages else (0,)
     waves = {f"wsp, D = {each}": replace(local, distance=each) for each in distances}
     merged = {"every-step": Synchronisation(), **waves}
     if options.num_stages > 1:
-        unflushed = f"{options.in_flight} in flight"
-        return {
+        flight, name_flight = options.in_flight, f"{options.in_flight} in flight"
+        ways = {
             **{f"{name}, flushed": Way(each, options.microbatches) for name, each in merged.items()},
-            **{f"{name}, {unflushed}": Way(each, 1, options.in_flight) for name, each in waves.items()},
+            **{f"{name}, {name_flight}": Way(each, 1, flight) for name, each in waves.items()},
+            **{f"{name}, {name_flight}, rule": Way(each, 1, flight, flight) for name, each in waves.items()},
         }
-    outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
-    merged |= {"local-sgd": local, "diloco": replace(local, outer=outer)}
-    return {name: Way(each) for name, each in merged.items()}
+    else:
+        outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
+        merged |= {"local-sgd": local, "diloco": replace(local, outer=outer)}
+        ways = {name: Way(each) for name, each in merged.items()}
+    return {f"{k}, rate {rate:g}": w._replace(rate=rate) for rate in options.rates for k, w in ways.items()}
 
 
-def read_curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[tuple[float, float]]:
-    """Return (seconds since a step, mean training loss of the last `window` steps), line by line.
+def make_rate(way: Way, anneal: int) -> Callable[[Any], Any]:
+    """Return the learning rate of each step: it rises for 20 steps, and is divided by the delay at first.
+
+    The divisor is annealed to 1 as in PipeMare (Yang et al. 2021), technique 1: delay ** (1 - step / anneal).
+    """
+    import jax.numpy as jnp
+
+    def rate(step: Any) -> Any:
+        left = 1 - jnp.minimum(step / anneal, 1)
+        return way.rate * jnp.minimum(step / 20, 1) / way.delay**left
+
+    return rate
+
+
+def read_curve(
+    lines: list[dict[str, float]], first_step: int, window: int
+) -> list[tuple[float, float, float]]:
+    """Return (step, seconds since a step, mean training loss of the last `window` steps), line by line.
 
     >>> lines = [{"step": n, "wall_seconds": 2.0 * n, "train/loss": 4.0 - n} for n in (1, 2, 3)]
     >>> read_curve(lines, first_step=1, window=2)
-    [(0.0, 3.0), (2.0, 2.5), (4.0, 1.5)]
+    [(1, 0.0, 3.0), (2, 2.0, 2.5), (3, 4.0, 1.5)]
     """
     start = next(line["wall_seconds"] for line in lines if line["step"] >= first_step)
     points = [
         (line["step"], line["wall_seconds"], line["train/loss"]) for line in lines if "train/loss" in line
     ]
     return [
-        (seconds - start, mean(loss for other, _, loss in points if step - window < other <= step))
+        (step, seconds - start, mean(loss for other, _, loss in points if step - window < other <= step))
         for step, seconds, _ in points
         if step >= first_step
     ]
 
 
-def make_run(options: Options, way: Way, num_islands: int, folder: Path, pauses: Any) -> Any:
-    """Return the run, whose loss pauses as it is told."""
+def make_run(
+    options: Options, way: Way, num_islands: int, folder: Path, pauses: Any, quota: CpuQuota | None
+) -> Any:
+    """Return the run, whose loss pauses as it is told; a quota is for most of its steps."""
     import jax
 
-    from shardtrain import Optimizer, Recovery, Schedule, Strategy
+    from shardtrain import Hook, Optimizer, Recovery, Schedule, Strategy
     from shardtrain.functional.loss import next_token_loss
     from shardtrain.islands.options import Across
     from shardtrain.pipeline.options import Pipeline
@@ -145,6 +185,13 @@ def make_run(options: Options, way: Way, num_islands: int, folder: Path, pauses:
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
         return next_token_loss(apply, batch)
+
+    def limit(step: int) -> None:
+        assert quota is not None
+        if step == options.first_step // 2:
+            quota.begin()
+        elif step == options.steps:
+            quota.end()
 
     # the slow worker, the last one, has rows by its speed
     shares = (float(options.slow),) * (num_islands // options.num_stages - 1) + (1.0,)
@@ -155,13 +202,14 @@ def make_run(options: Options, way: Way, num_islands: int, folder: Path, pauses:
         {"seq": options.seq, "embed": options.embed, "num_layers": options.num_layers},
         folder,
         loss=loss,
-        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=options.rate, warmup=20)),
+        optimizer=Optimizer(learning_rate=Schedule(function=make_rate(way, options.anneal))),
         strategy=Strategy(
             synchronisation=way.synchronisation,
             accumulate=way.microbatches,
             across=across,
             pipeline=Pipeline(in_flight=way.in_flight),
         ),
+        hooks=(Hook(on_step=limit),) if quota else (),
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
@@ -236,18 +284,16 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     worker, stage = divmod(island, options.num_stages)
     # the loss, and with it the pauses, is computed by the last stage of each worker
     pauses = Pauses(options, worker, way.microbatches, islands.comm.Split(stage).Barrier)
-    quota = CpuQuota(1 / options.slow)
-    if options.slow > 1 and worker == num_islands // options.num_stages - 1:
-        quota.begin()
-    train(make_run(options, way, num_islands, folder, pauses), Console(file=io.StringIO()), islands)
-    quota.end()
+    part = options.core / (options.slow if worker == num_islands // options.num_stages - 1 else 1)
+    quota = CpuQuota(part) if part < 1 else None
+    train(make_run(options, way, num_islands, folder, pauses, quota), Console(file=io.StringIO()), islands)
     islands.all_gather_islands("trained", None)
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
         first = options.first_step
         points = read_curve(lines, first, options.window)
-        seconds = points[-1][0]
+        seconds = points[-1][1]
         found = Result(
             name=name,
             heldout=lines[-1]["heldout/loss"],
@@ -260,10 +306,19 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     return Result(*islands.broadcast("result", found))
 
 
-def table(results: list[Result]) -> str:
+def find_target(curve: list[tuple[float, float, float]], target: float) -> tuple[str, str]:
+    """Return the steps and seconds to a training loss, empty if the curve does not come to it.
+
+    >>> find_target([(1, 0.0, 3.0), (2, 2.0, 2.5)], 2.6)
+    ('2', '2.0')
+    """
+    return next(((str(step), f"{at:.1f}") for step, at, loss in curve if loss <= target), ("", ""))
+
+
+def table(results: list[Result], targets: tuple[float, ...]) -> str:
     """Format the results; ratios are to the first."""
-    seconds = min(result.curve[-1][0] for result in results)
-    losses = [[loss for at, loss in each.curve if at <= seconds][-1] for each in results]
+    seconds = min(result.curve[-1][1] for result in results)
+    losses = [[loss for _, at, loss in each.curve if at <= seconds][-1] for each in results]
     base = results[0]
     header = ["synchronisation", "held-out loss", "ratio", "s a step", "ratio", "waiting", "staleness"]
     rows = [
@@ -277,19 +332,27 @@ def table(results: list[Result]) -> str:
             "" if each.staleness is None else each.staleness,
             f"{loss:.4f}",
             f"{loss / losses[0]:.4f}",
+            *(text for each_target in targets for text in find_target(each.curve, each_target)),
         )
         for each, loss in zip(results, losses, strict=True)
     ]
-    return markdown([*header, f"training loss after {seconds:.0f} s", "ratio"], rows)
+    header += [f"training loss after {seconds:.0f} s", "ratio"]
+    header += [f"{unit} to {target}" for target in targets for unit in ("steps", "s")]
+    return markdown(header, rows)
 
 
 def main(options: Options) -> None:
     bind()
     islands = join_ranks()
     ways = list_ways(options, islands.placement.num_islands)
-    results = [measure(name, way, options, islands) for name, way in ways.items()]
+    results = []
+    for name, way in ways.items():
+        results.append(measure(name, way, options, islands))
+        if islands.is_first:
+            reached = [find_target(results[-1].curve, target) for target in options.targets]
+            print(name, results[-1].step_seconds, reached, file=sys.stderr, flush=True)
     if islands.is_first:
-        print(table(results))
+        print(table(results, options.targets))
 
 
 if __name__ == "__main__":

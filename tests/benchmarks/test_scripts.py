@@ -18,6 +18,7 @@ COMMANDS = {
     "bridge.py --num-bytes 4096 --rounds 2": (2, "| 4 KB | bridge |"),
     f"bridge.py --part step --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| bridge, gradients in bfloat16 |"),
     f"bridge.py --part overlap --num-parts 2 --rows 2 --steps 2 --rounds 2 {TINY}": (2, "programs: 2 |"),
+    f"bridge.py --part buckets --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| buckets of 256 KB |"),
     "bridge.py --part combiners --embed 16 --leaves 4 --rounds 2": (2, "| 4 leaves | adasum |"),
     f"checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 {TINY}": (1, "| toolkit, fast tier |"),
     "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
