@@ -11,7 +11,7 @@ Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -171,7 +171,7 @@ def compare(name: str, kind: str) -> None:
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))
-        sent: Counter[Any] = Counter()
+        sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each in found.collectives:
             sent[each.axes] += each.wire_bytes_per_device
         totals = f"{_pair(sum(way.sent.values()), sum(sent.values()))} | {_pair(way.flops, found.flops)}"

@@ -212,6 +212,7 @@ def test_what_is_found_is_no_worse_than_rules(subject):
         assert best.judged.seconds == pytest.approx(each.prediction.seconds.total)
         assert best.judged.cost <= start.judged.cost
         assert best is start or each.sent_bytes <= found.best_bytes
+    assert found.best is not None
     text = operators_text(found, 200)
     assert "operators: 200 changes of each of 3 layouts" in text
     assert f"less time than the best layout; a device sends {bytes_text(found.best.sent_bytes)}" in text
