@@ -318,7 +318,11 @@ def find_target(curve: list[tuple[float, float, float]], target: float) -> tuple
 def table(results: list[Result], targets: tuple[float, ...]) -> str:
     """Format the results; ratios are to the first."""
     seconds = min(result.curve[-1][1] for result in results)
-    losses = [[loss for _, at, loss in each.curve if at <= seconds][-1] for each in results]
+    # in a short run the first line of a way may be later than the end of the quickest
+    losses = [
+        next((loss for _, at, loss in each.curve[::-1] if at <= seconds), each.curve[0][2])
+        for each in results
+    ]
     base = results[0]
     header = ["synchronisation", "held-out loss", "ratio", "s a step", "ratio", "waiting", "staleness"]
     rows = [

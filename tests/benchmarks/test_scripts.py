@@ -22,7 +22,7 @@ COMMANDS = {
     "bridge.py --part combiners --embed 16 --leaves 4 --rounds 2": (2, "| 4 leaves | adasum |"),
     f"checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 {TINY}": (1, "| toolkit, fast tier |"),
     "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
-    f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| wsp, D = 4 |"),
+    f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| wsp, D = 4, rate 0.002 |"),
     f"unequal_islands.py --slow 1 --steps 20 --measured 10 --rounds 1 --batch 4 {TINY}": (2, "auto / ideal"),
     "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
     "attention.py --seqs 8 --tokens 16 --heads 2 --rounds 2": (1, "| 8 | 4 segments |"),
