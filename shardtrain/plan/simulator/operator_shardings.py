@@ -130,13 +130,21 @@ class ShardedOperators:
 
     def activation_bytes(self, shardings: Sequence[Sharding]) -> float:
         """Return the bytes of activations that the backward reads on each device."""
-        operators = self.graph.operators
         return sum(
-            max(use.num_bytes for use in value.uses) / self._parts(shardings[value.source], value.dims)
-            for value in self.graph.values
-            if operators[value.source].kind == "forward"
-            and any(operators[use.operator].kind == "backward" for use in value.uses)
+            num_bytes / self._parts(shardings[value.source], value.dims)
+            for value, num_bytes in self._read_later
         )
+
+    @cached_property
+    def _read_later(self) -> list[tuple[Value, float]]:
+        """What the forward makes and the backward reads, and its bytes."""
+        kinds = [each.kind for each in self.graph.operators]
+        return [
+            (value, max(use.num_bytes for use in value.uses))
+            for value in self.graph.values
+            if kinds[value.source] == "forward"
+            and any(kinds[use.operator] == "backward" for use in value.uses)
+        ]
 
     def moves(self, number: int, shardings: Sequence[Sharding]) -> Iterator[Move]:
         """Yield the collectives that bring a value into each sharding that operators need."""
