@@ -7,7 +7,7 @@ memory: 8 ways to run each of two decoders, the compiler's figure beside the pre
 long sequences over the mesh axis context. rank: 24 ways to run a small decoder on 8 simulated devices,
 processor time of a step beside two predictions: by three rates that are measured first, and by constants
 that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
-it is there. large: seconds to plan 1,024 devices, and to search operators for 64.
+it is there. large: seconds to plan 1,024 devices.
 
 Figures: docs/benchmarks/planner.md.
 """
