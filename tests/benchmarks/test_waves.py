@@ -56,10 +56,10 @@ def test_a_pipeline_pauses_in_the_same_steps_whatever_its_microbatches(benchmark
 
 def test_losses_at_equal_time_are_those_when_the_quickest_way_ended(benchmark_of_waves):
     slow = benchmark_of_waves.Result(
-        "every-step", 2.0, 0.2, 0.5, None, [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0)]
+        "every-step", 2.0, 0.2, 0.5, None, [(1, 0.0, 4.0), (2, 10.0, 3.0), (3, 20.0, 2.0)]
     )
-    quick = benchmark_of_waves.Result("wsp", 2.1, 0.1, 0.1, 7, [(0.0, 4.0), (10.0, 2.4)])
-    text = benchmark_of_waves.table([slow, quick])
-    assert "training loss after 10 s" in text
-    assert "| every-step | 2.0000 | 1.0000 | 0.2000 | 1.00 | 50% |  | 3.0000 | 1.0000 |" in text
-    assert "| wsp | 2.1000 | 1.0500 | 0.1000 | 0.50 | 10% | 7 | 2.4000 | 0.8000 |" in text
+    quick = benchmark_of_waves.Result("wsp", 2.1, 0.1, 0.1, 7, [(1, 0.0, 4.0), (2, 10.0, 2.4)])
+    text = benchmark_of_waves.table([slow, quick], (2.5,))
+    assert "training loss after 10 s | ratio | steps to 2.5 | s to 2.5" in text
+    assert "| every-step | 2.0000 | 1.0000 | 0.2000 | 1.00 | 50% |  | 3.0000 | 1.0000 | 3 | 20.0 |" in text
+    assert "| wsp | 2.1000 | 1.0500 | 0.1000 | 0.50 | 10% | 7 | 2.4000 | 0.8000 | 2 | 10.0 |" in text
