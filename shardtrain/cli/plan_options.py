@@ -37,17 +37,17 @@ class PlanOptions(CompileOptions):
       advise: show the time of the best layout on more devices and on faster links, and the memory and
         time of each remat policy.
       explain: show every term of the best layout's prediction with its formula.
-      compile: compile the step of the best layout for these devices, and compare the compiler's memory, flops
+      compile: compile the step of the best way for these devices, and compare the compiler's memory, flops
         and bytes by mesh axes with the prediction: cpu (with --cpu-devices), or h100, a100, or a topology of
         TPUs such as v5e:4x4, which this machine need not have.
       frontier: draw memory against step time of all layouts to this .png or .svg file, and mark the layouts
         that no other beats in both. Each kind of islands has a file.
       layers: show the best split of each layer by the batch or by features, also between unequal devices;
         compare it with data parallelism, one weird trick, HyPar and Megatron, and show the mesh that runs it.
-      output: write the best layout as a strategy file, for shardtrain train RUN --strategy FILE; for several
-        islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with operators
-        or layers, what was found for each of them.
-      operators: search a sharding for each operator separately, and compare it with the best layout.
+      output: write the best way as a strategy file, for shardtrain train RUN --strategy FILE; for several
+        islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with layers,
+        what was found for each of them.
+      operators: search a sharding for each operator separately; the best is a row of the table of layouts.
       proposals: number of changes that --operators tries from each of up to three layouts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.

@@ -17,10 +17,14 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
       proposals: number of proposals from each start.
     """
     layout, best = plan.best_layout, plan.best
+    if not plan.searched:
+        return (
+            "\noperators: no layout to start from, as the model has experts, or all layouts only split rows\n"
+        )
     starts = ", ".join(mesh_text(each.layout.choice.layout) for each in plan.searched)
-    text = f"\noperators: {proposals} changes of each of {len(plan.searched)} layouts ({starts or 'none'})\n"
+    text = f"\noperators: {proposals} changes of each of {len(plan.searched)} layouts ({starts})\n"
     if best is None:
-        return f"{text}no operators are better than by rules\n"
+        return f"{text}nothing that is better, and sends no more bytes than the best layout\n"
     gain = 100 * (1 - best.prediction.seconds.total / layout.prediction.seconds.total)
     gain = f"{abs(gain):.1f}% {'less' if gain > 0 else 'more'} time than the best layout"
     if best.result.best.judged.fits > layout.fits:
