@@ -43,10 +43,10 @@ from shardtrain.plan.layers.compare import plan_layers
 from shardtrain.plan.layers.partition import make_group
 from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
-from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout

@@ -174,7 +174,7 @@ def read_curve(
 def make_run(
     options: Options, way: Way, num_islands: int, folder: Path, pauses: Any, quota: CpuQuota | None
 ) -> Any:
-    """Return the run, whose loss pauses as it is told; a quota is for most of its steps."""
+    """Return the run, whose loss pauses by the options; its quota is set after the first steps."""
     import jax
 
     from shardtrain import Hook, Optimizer, Recovery, Schedule, Strategy

@@ -25,11 +25,11 @@ from shardtrain.plan.islands import ClusterPlan, ReplicaPlanner, estimate_times
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import trace_layers
+from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.pools import Pool, plan_pools
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Step
 from shardtrain.plan.search import find_frontier
-from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.simulator.step_graph import make_step_graph
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
@@ -331,14 +331,16 @@ def main(arguments: Sequence[str]) -> int:
             " strategy; --synchronisation is ignored\n"
         )
     pool, about_operators = pools.pool, ""
-    if options.operators:
-        ranked, about_operators = _add_operators(run, options, space, plan)
-        pool = replace(pool, replicas=ranked)
-    text = plan_text(pool.replicas, options.most) + pools_text(pools, cluster.islands)
-    terminal.out(text + about_operators)
-    if options.output is not None:
-        # written before any analysis can fail
-        terminal.out(_write_pool(run, options.output, cluster, pool))
+    try:
+        if options.operators:
+            ranked, about_operators = _add_operators(run, options, space, plan)
+            pool = replace(pool, replicas=ranked)
+    finally:
+        # a search that fails leaves the plan of layouts
+        text = plan_text(pool.replicas, options.most) + pools_text(pools, cluster.islands)
+        terminal.out(text + about_operators)
+        if options.output is not None:
+            terminal.out(_write_pool(run, options.output, cluster, pool))
     if options.explain:
         for each in (one for one in pool.replicas.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explain_plan(each.plan.ranked[0]))

@@ -36,7 +36,7 @@ class PlanOptions(CompileOptions):
       most: number of layouts to show.
       advise: show the time of the best layout on more devices and on faster links, and the memory and
         time of each remat policy.
-      explain: show every term of the best layout's prediction with its formula.
+      explain: show every term of the best way's prediction with its formula.
       compile: compile the step of the best way for these devices, and compare the compiler's memory, flops
         and bytes by mesh axes with the prediction: cpu (with --cpu-devices), or h100, a100, or a topology of
         TPUs such as v5e:4x4, which this machine need not have.

@@ -372,6 +372,8 @@ def _find_moves(equation: Any, number: int, output: int = 0) -> Moves:
     """Return where the dims of an input are in an output; a reshape keeps the first ones alone."""
     if equation.primitive.name != "reshape":
         return find_moves(equation, number, output)
+    if equation.params["dimensions"] is not None:
+        return {}  # it permutes dims first
     pairs = zip(equation.invars[0].aval.shape, equation.outvars[0].aval.shape, strict=False)
     return {dim: dim for dim, _ in enumerate(takewhile(lambda sizes: sizes[0] == sizes[1], pairs))}
 

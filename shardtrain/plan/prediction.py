@@ -129,15 +129,15 @@ class OperatorChange:
     """What operators that are not sharded by the rules of their layout change in its prediction.
 
     Args:
-      state: bytes of parameters, gradients and optimizer state, over those of the layout.
-      activations: bytes of activations.
-      compute, update: seconds.
-      flops: flops of a device.
-      sent_seconds: mesh axes -> seconds of collectives.
-      sent_bytes: mesh axes -> bytes that a device sends.
+      state_ratio: bytes of parameters, gradients and optimizer state, over those of the layout.
+      activations: further bytes of activations; as all below, less than 0 for fewer.
+      compute, update: further seconds.
+      flops: further flops of a device.
+      sent_seconds: mesh axes -> further seconds of collectives.
+      sent_bytes: mesh axes -> further bytes that a device sends.
     """
 
-    state: float
+    state_ratio: float
     activations: float
     compute: float
     update: float
@@ -151,9 +151,9 @@ class OperatorChange:
         return Prediction(
             memory=replace(
                 memory,
-                parameters=self.state * memory.parameters,
-                optimizer=self.state * memory.optimizer,
-                gradients=self.state * memory.gradients,
+                parameters=self.state_ratio * memory.parameters,
+                optimizer=self.state_ratio * memory.optimizer,
+                gradients=self.state_ratio * memory.gradients,
                 activations=memory.activations + self.activations,
             ),
             seconds=replace(

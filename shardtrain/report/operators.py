@@ -1,7 +1,7 @@
 """Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
-from shardtrain.plan.simulator.operator_search import OperatorPlan, SearchResult
-from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
+from shardtrain.plan.operators.search import OperatorPlan, SearchResult
+from shardtrain.plan.operators.shardings import ShardedOperators, Sharding
 from shardtrain.plan.space import mesh_text
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text

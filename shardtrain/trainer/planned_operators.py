@@ -17,9 +17,9 @@ from shardtrain.functional.rng import new_key
 from shardtrain.jaxpr.operators import Operator
 from shardtrain.plan.layers.compare import LayerPlan, is_even
 from shardtrain.plan.layers.partition import TYPE_I, TYPE_II, TYPE_III, Split
+from shardtrain.plan.operators.graph import Operator as PlannedOperator
+from shardtrain.plan.operators.search import LayoutSearch
 from shardtrain.plan.search import RankedChoice
-from shardtrain.plan.simulator.operator_search import LayoutSearch
-from shardtrain.plan.simulator.operators import Operator as PlannedOperator
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh

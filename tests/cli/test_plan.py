@@ -238,6 +238,19 @@ def test_operators_are_sharded_one_by_one(planned, tmp_path):
     assert "less time than the best layout; a device sends" in text
 
 
+def test_a_search_of_operators_that_fails_leaves_the_plan(planned, tmp_path, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise RuntimeError("a model that cannot be traced so")
+
+    monkeypatch.setattr("shardtrain.cli.plan.plan_operators", fail)
+    file = tmp_path / "strategy.toml"
+    words = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1", "--operators", "--output", str(file)]
+    with pytest.raises(RuntimeError, match="cannot be traced"):
+        planned(*words)
+    assert "devices: 2 devices;" in capsys.readouterr().out
+    assert read_strategy(file).layout.operators == {}
+
+
 def test_an_analysis_that_cannot_be_done_leaves_the_plan(planned, tmp_path):
     strategy = tmp_path / "strategy.toml"
     machine = ["--devices", "1", "--device", "NVIDIA L4", "--remat", "none"]

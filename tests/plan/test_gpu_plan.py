@@ -23,10 +23,10 @@ from shardtrain.plan.device_calls import BlocksCall, FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.live_arrays import Trip, sort_for_gpus
 from shardtrain.plan.machine import make_machine
+from shardtrain.plan.operators.search import trace_whole_step
 from shardtrain.plan.predict import find_sharding, predict_choices
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
 from shardtrain.plan.program_cost import Durations, compute_costs
-from shardtrain.plan.simulator.operator_search import trace_whole_step
 from shardtrain.plan.space import Choice
 from shardtrain.plan.trace import Target, trace
 from shardtrain.sharding.axis_sizes import axis_sizes

@@ -11,9 +11,9 @@ import shardtrain as st
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.search import search
-from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.space import Space
 from shardtrain.trainer.config import make_model
 from shardtrain.trainer.planned_operators import make_operator_choice

@@ -11,18 +11,18 @@ from planned_steps import subject_of
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predict_choices
-from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import search
-from shardtrain.plan.simulator.operator_search import (
+from shardtrain.plan.operators.graph import Operator, Operators, Part, Use, Value, trace_operators
+from shardtrain.plan.operators.search import (
     ShardedStep,
     plan_operators,
     search_shardings,
     shard_by_rules,
     trace_whole_step,
 )
-from shardtrain.plan.simulator.operator_shardings import ShardedOperators
-from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value, trace_operators
+from shardtrain.plan.operators.shardings import ShardedOperators
+from shardtrain.plan.predict import predict_choices
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from shardtrain.plan.trace import trace
 from shardtrain.report.operators import operators_text

@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
+from shardtrain.plan.operators.graph import SAME_DIM, Operator, Operators, trace_operators
+from shardtrain.plan.operators.shardings import Move, Rest, ShardedOperators, Sharding
 from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
 from shardtrain.plan.search import RankedChoice, search
-from shardtrain.plan.simulator.operator_shardings import Move, Rest, ShardedOperators, Sharding
-from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace_loss
@@ -138,12 +138,10 @@ class SearchResult:
     Args:
       start: the step at the start.
       best: the best step.
-      accepted: number of kept proposals.
     """
 
     start: ShardedStep
     best: ShardedStep
-    accepted: int
 
 
 def search_shardings(
@@ -168,7 +166,6 @@ def search_shardings(
     """
     rng = random.Random(seed)
     now = best = start
-    accepted = 0
     for _ in range(proposals):
         new = _proposal(start, now.shardings, rng)
         if not new:
@@ -177,10 +174,10 @@ def search_shardings(
         lost = tried.judged.cost - now.judged.cost
         if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
             continue
-        now, accepted = tried, accepted + 1
+        now = tried
         if tried.judged.cost < best.judged.cost and tried.sent_bytes <= most_bytes:
             best = tried
-    return SearchResult(start=start, best=best, accepted=accepted)
+    return SearchResult(start=start, best=best)
 
 
 def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Random) -> dict[int, Sharding]:
@@ -269,7 +266,7 @@ class LayoutSearch:
         """Bytes that a device sends with what was found."""
         return sum(self.change.predict_sent(self.layout_sent).values())
 
-    @property
+    @cached_property
     def change(self) -> OperatorChange:
         """What was found changes in the prediction of the layout."""
         start, best = self.result.start, self.result.best
@@ -280,7 +277,7 @@ class LayoutSearch:
         pairs = enumerate(zip(start.shardings, best.shardings, strict=True))
         return OperatorChange(
             # parameters, gradients and optimizer state are split alike
-            state=space.kept_bytes(best.shardings) / space.kept_bytes(start.shardings),
+            state_ratio=space.kept_bytes(best.shardings) / space.kept_bytes(start.shardings),
             activations=space.activation_bytes(best.shardings) - space.activation_bytes(start.shardings),
             compute=gained[False],
             update=gained[True],

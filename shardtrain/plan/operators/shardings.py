@@ -1,7 +1,7 @@
 """Predict a step whose operators each have their own sharding: what devices compute, send and keep. No jax.
 
 All devices do the same at the same time. If an operator needs a value in another sharding, a collective moves
-it. As in the prediction of a layout, nothing overlaps. Next: `operator_search.py`.
+it. As in the prediction of a layout, nothing overlaps. Next: `search.py`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.simulator.operators import Operators, Part, Value
+from shardtrain.plan.operators.graph import Operators, Part, Value
 from shardtrain.plan.traffic import count_sent_bytes
 
 Sharding = tuple[str | None, ...]

@@ -1,7 +1,7 @@
 """List the operators of a traced step and the values between them, for a search over shardings. No jax.
 
 Each operator in a loop over blocks stands for all trips. Each parameter has an operator, which stores it,
-adds up its gradient and updates it. Next: `operator_shardings.py`.
+adds up its gradient and updates it. Next: `shardings.py`.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""A search of a sharding for each operator of a step. No jax but to trace it."""
