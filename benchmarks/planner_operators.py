@@ -122,7 +122,7 @@ def predict_by_operators(run: Run, subject: Subject) -> Iterator[Way]:
     space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
     best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
     ways["best layout"] = best.choice.layout
-    plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best, proposals=1000, seed=0)
+    plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best)
     change = None
     if plan.best is not None:
         found = make_operator_choice(run, subject.batch, plan.best)

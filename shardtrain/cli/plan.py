@@ -93,9 +93,7 @@ def _try_analysis(name: str, text: Callable[[], str]) -> str:
         return f"{name}: {problem}\n"
 
 
-def _add_operators(
-    run: Run, options: PlanOptions, space: Space, plan: ClusterPlan
-) -> tuple[ClusterPlan, str]:
+def _add_operators(run: Run, space: Space, plan: ClusterPlan) -> tuple[ClusterPlan, str]:
     """Return the plan with the best shardings of operators among its choices; and a text about them."""
     (kind,) = plan.kinds
     if not kind.plan.ranked:
@@ -107,8 +105,6 @@ def _add_operators(
             kind.kind.devices or 1,
             space=space,
             best=kind.plan.ranked[0],
-            proposals=options.proposals,
-            seed=run.seed,
         )
     except ValueError as problem:
         return plan, f"operators: {problem}\n"
@@ -117,7 +113,7 @@ def _add_operators(
         choice = make_operator_choice(run, kind.subject.batch, found.best)
         insort(ranked, choice, key=lambda each: each.order)
     kind = replace(kind, plan=replace(kind.plan, ranked=tuple(ranked)))
-    return replace(plan, kinds=(kind,)), operators_text(found, options.proposals)
+    return replace(plan, kinds=(kind,)), operators_text(found)
 
 
 def _write(path: Path, strategy: Strategy) -> str:
@@ -333,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
     pool, about_operators = pools.pool, ""
     try:
         if options.operators:
-            ranked, about_operators = _add_operators(run, options, space, plan)
+            ranked, about_operators = _add_operators(run, space, plan)
             pool = replace(pool, replicas=ranked)
     finally:
         # a search that fails leaves the plan of layouts

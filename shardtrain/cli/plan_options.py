@@ -48,7 +48,6 @@ class PlanOptions(CompileOptions):
         islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with layers,
         what was found for each of them.
       operators: search a sharding for each operator separately; the best is a row of the table of layouts.
-      proposals: number of changes that --operators tries from each of up to three layouts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.
     """
@@ -68,7 +67,6 @@ class PlanOptions(CompileOptions):
     layers: bool = False
     output: Path | None = None
     operators: bool = False
-    proposals: int = 1000
     trace: Path | None = None
 
     def cluster(self, given: Cluster | None) -> Cluster:
@@ -80,7 +78,6 @@ class PlanOptions(CompileOptions):
         names = ("devices", "device", "per_node", "link", "node_link")
         here = [name for name in names if getattr(self, name)]
         problems = list_too_small({"most": self.most, "devices": self.devices})
-        problems += list_too_small({"proposals": self.proposals}, 0)
         if isinstance(self.batch, str) and self.batch not in GOALS:
             problems.append(f"--batch is {self.batch!r}; use {', '.join(GOALS)} or a number")
         if self.operators and given is not None and len(given.of_islands) > 1:

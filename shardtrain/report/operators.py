@@ -9,12 +9,11 @@ from shardtrain.report.tables import table_text
 MOST_SHOWN = 16
 
 
-def operators_text(plan: OperatorPlan, proposals: int) -> str:
+def operators_text(plan: OperatorPlan) -> str:
     """Format what the best shardings of operators gain, and how they differ from rules.
 
     Args:
       plan: the plan.
-      proposals: number of proposals from each start.
     """
     layout, best = plan.best_layout, plan.best
     if not plan.searched:
@@ -22,7 +21,7 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
             "\noperators: no layout to start from, as the model has experts, or all layouts only split rows\n"
         )
     starts = ", ".join(mesh_text(each.layout.choice.layout) for each in plan.searched)
-    text = f"\noperators: {proposals} changes of each of {len(plan.searched)} layouts ({starts})\n"
+    text = f"\noperators: searched from {starts}\n"
     if best is None:
         return f"{text}nothing that is better, and sends no more bytes than the best layout\n"
     gain = 100 * (1 - best.prediction.seconds.total / layout.prediction.seconds.total)

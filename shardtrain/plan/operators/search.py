@@ -1,16 +1,17 @@
 """Search a sharding for each operator, from the best layouts and by their prediction.
 
-The search is the one of FlexFlow (Jia et al. 2019, section 6): a change is proposed, predicted, and kept by
-the rule of Metropolis. What a run shards together changes together (`Operators.groups`), and the axis data
-splits rows alone. The prediction is that of the layout, and what its operators take more or less.
+Shardings are those of FlexFlow (Jia et al. 2019). The search is AccPar's (Song et al. 2020): dynamic
+programming over the operators, one axis after the other. What a run shards together changes together
+(`Operators.groups`), and the axis data splits rows alone. The prediction is that of the layout, and what its
+operators take more or less.
 """
 
 import math
-import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import cycle, product
 from typing import Literal, NamedTuple
 
 from shardtrain import axes
@@ -28,11 +29,14 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.single_arrays import OPERATOR_AXES
 
-BETA = 300.0
-"""Beta times the seconds of the best step: a step slower by 1 / 300 is kept with a probability of 1 / e."""
+WIDTH = 256
+"""Largest number of choices that are alike so far that a sweep keeps."""
 
-MEAN_RUN = 8
-"""Mean number of consecutive operators of a proposal that changes several."""
+LEAST_GAIN = 1e-9
+"""Smallest part of a step that a sweep must gain, so that rounding gains nothing."""
+
+PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
+"""Prices of all bytes that a layout sends, relative to the time of its step."""
 
 NUM_STARTS = 3
 """Number of layouts from which it searches: the fastest ones, and the fastest without the axis data."""
@@ -144,70 +148,98 @@ class SearchResult:
     best: ShardedStep
 
 
-def search_shardings(
-    start: ShardedStep,
-    *,
-    proposals: int,
-    seed: int = 0,
-    most_bytes: float = math.inf,
-) -> SearchResult:
-    """Search from one start.
+def search_shardings(start: ShardedStep, *, most_bytes: float = math.inf) -> SearchResult:
+    """Search from one start: sweep over one axis after the other, until no sweep makes the step faster.
 
-    Half of the proposals give one group any sharding; half shard one dim over one axis, or no dim, in some
-    consecutive groups. A proposal that costs x seconds more is kept with probability exp(-beta x), where
-    beta is `BETA` over the seconds of the best step so far. Proposals are not symmetric, so the search does
-    not sample a distribution.
+    If what is found sends too much, the search is done again with a price for each byte, up to the highest.
 
     Args:
       start: the step from which it begins; a group with the sharding of its first has those of the others.
-      proposals: number of proposals.
-      seed: seed of the proposals.
       most_bytes: the most bytes that a device may send in the best step, if it is not the start.
     """
-    rng = random.Random(seed)
-    now = best = start
-    for _ in range(proposals):
-        new = _proposal(start, now.shardings, rng)
-        if not new:
-            continue
-        tried = now.changed(new)
-        lost = tried.judged.cost - now.judged.cost
-        if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
-            continue
-        now = tried
-        if tried.judged.cost < best.judged.cost and tried.sent_bytes <= most_bytes:
-            best = tried
-    return SearchResult(start=start, best=best)
+    for price in PRICES:
+        found = _sweep_all(start, price * start.judged.seconds / max(start.sent_bytes, 1))
+        if found.sent_bytes <= most_bytes:
+            is_better = found.judged.cost < start.judged.cost
+            return SearchResult(start=start, best=found if is_better else start)
+    return SearchResult(start=start, best=start)
 
 
-def _proposal(first: ShardedStep, shardings: Sequence[Sharding], rng: random.Random) -> dict[int, Sharding]:
-    """Return new shardings of some operators that fit them."""
-    space = first.space
-    leads, free = list(space.graph.groups), [i for i, axis in enumerate(space.sizes) if axis != axes.DATA]
-    start = rng.randrange(len(leads))
-    new = {}
-    if rng.random() < 0.5:
-        lead = leads[start]
-        found = tuple(None if i in free else dim for i, dim in enumerate(first.shardings[lead]))
-        for axis in rng.sample(free, len(free)):
-            dim = rng.choice((None, *space.graph.operators[lead].choices))
-            tried = (*found[:axis], dim, *found[axis + 1 :])
-            found = tried if space.fits(lead, tried) else found
-        new[lead] = found
-    else:
-        length = 1 + int(rng.expovariate(1 / MEAN_RUN))
-        axis, dim = rng.choice(free), rng.choice((None, *space.dims))
-        new = {
-            lead: (*shardings[lead][:axis], dim, *shardings[lead][axis + 1 :])
-            for lead in leads[start : start + length]
+def _sweep_all(start: ShardedStep, price: float) -> ShardedStep:
+    """Return the step in which no sweep over an axis gains, where a byte costs so many seconds."""
+
+    def cost(step: ShardedStep) -> float:
+        return step.judged.cost + price * step.sent_bytes
+
+    free = [position for position, axis in enumerate(start.space.sizes) if axis != axes.DATA]
+    now, failed = start, 0
+    for axis in cycle(free):
+        tried = _sweep(start, now, axis, price)
+        now, failed = (tried, 0) if cost(tried) < cost(now) * (1 - LEAST_GAIN) else (now, failed + 1)
+        if failed == len(free):
+            break
+    return now
+
+
+def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> ShardedStep:
+    """Return a step with the best dim for one axis in each group, by dynamic programming in their order.
+
+    Of choices that are alike in all groups that the rest of the program shares values with, the cheapest is
+    kept. Exact, but for memory, if there are never more than `WIDTH` of them.
+    """
+    space, values = first.space, first.space.graph.values
+    options = [_list_options(first, now, lead, axis) for lead in space.graph.groups]
+    group_of = {number: group for group, (kept, *_) in enumerate(options) for number in kept}
+    operators = [(value.source, *value.added, *(use.operator for use in value.uses)) for value in values]
+    shared = [sorted({group_of[number] for number in each if number in group_of}) for each in operators]
+    complete: defaultdict[int, list[int]] = defaultdict(list)
+    until = list(range(len(options)))
+    for value, groups in enumerate(shared):
+        for group in groups:
+            until[group] = max(until[group], groups[-1])
+        if groups:
+            complete[groups[-1]].append(value)
+
+    @cache
+    def moved_cost(value: int, *chosen: int) -> float:
+        of_group = dict(zip(shared[value], chosen, strict=True))
+        shardings = {
+            number: options[group][of_group[group]][number]
+            if (group := group_of.get(number)) is not None
+            else now.shardings[number]
+            for number in operators[value]
         }
-    tied: dict[int, Sharding] = {}
-    for lead, sharding in new.items():
-        choices = (None, *space.graph.operators[lead].choices)
-        is_known = sharding == first.shardings[lead] or all(sharding[axis] in choices for axis in free)
-        if is_known and space.fits(lead, sharding):
-            tied |= _tie(first, lead, sharding)
-    return {number: sharding for number, sharding in tied.items() if sharding != shardings[number]}
+        return sum(move.seconds + price * move.num_bytes for move in space.moves(value, shardings))
+
+    # cost, and the number of the option of each group so far
+    states: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for group, of_group in enumerate(options):
+        own = [sum(space.seconds(n, each[n]) for n in each if group_of[n] == group) for each in of_group]
+        found: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+        for (before, chosen), option in product(states, range(len(of_group))):
+            chosen = (*chosen, option)
+            moved = (moved_cost(value, *(chosen[i] for i in shared[value])) for value in complete[group])
+            state = (before + own[option] + sum(moved), chosen)
+            key = tuple(each for i, each in enumerate(chosen) if until[i] > group)
+            found[key] = min(state, found.get(key, state))
+        states = sorted(found.values())[:WIDTH]
+    (_, chosen), *_ = states
+    new = {number: options[group][chosen[group]][number] for number, group in group_of.items()}
+    return now.changed({number: each for number, each in new.items() if each != now.shardings[number]})
+
+
+def _list_options(first: ShardedStep, now: ShardedStep, lead: int, axis: int) -> list[Mapping[int, Sharding]]:
+    """Return the shardings of a group, by the dims that one axis may split: as now, then others."""
+    space, kept = first.space, now.shardings[lead]
+    known = (None, *space.graph.operators[lead].choices)
+    found = [{member: now.shardings[member] for member in space.graph.groups[lead]}]
+    for dim in dict.fromkeys((first.shardings[lead][axis], *known)):
+        tried = (*kept[:axis], dim, *kept[axis + 1 :])
+        others = (each for each, name in zip(tried, space.sizes, strict=True) if name != axes.DATA)
+        is_known = tried == first.shardings[lead] or all(each in known for each in others)
+        if tried != kept and is_known and space.fits(lead, tried):
+            found.append(_tie(first, lead, tried))
+    return found
 
 
 def _tie(first: ShardedStep, lead: int, sharding: Sharding) -> dict[int, Sharding]:
@@ -326,8 +358,6 @@ def plan_operators(
     *,
     space: Space,
     best: RankedChoice,
-    proposals: int,
-    seed: int,
 ) -> OperatorPlan:
     """Search the shardings of all operators, from the best layouts for one microbatch and one remat policy.
 
@@ -339,8 +369,6 @@ def plan_operators(
       num_devices: number of devices.
       space: rules and fixed axis sizes of all layouts.
       best: the best layout; its remat policy is kept, or the one of blocks that recompute most.
-      proposals: number of proposals from each start.
-      seed: seed of the proposals.
 
     Raises:
       ValueError: there is only one device, or no layout without a pipeline.
@@ -357,7 +385,7 @@ def plan_operators(
         start = _add_rest(start, layout.prediction)
         sent = _count_sent(subject, machine, num_devices, layout.choice)
         most = most_bytes - sum(sent.values()) + start.sent_bytes if best.fits else math.inf
-        result = search_shardings(start, proposals=proposals, seed=seed, most_bytes=most)
+        result = search_shardings(start, most_bytes=most)
         searched.append(LayoutSearch(layout=layout, layout_sent=sent, result=result))
     return OperatorPlan(best_layout=best, best_bytes=most_bytes, searched=searched)
 

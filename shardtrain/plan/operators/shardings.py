@@ -91,11 +91,6 @@ class ShardedOperators:
                 found[operator].append(number)
         return found
 
-    @cached_property
-    def dims(self) -> tuple[str, ...]:
-        """All dims that any operator can be sharded over."""
-        return tuple(sorted({dim for each in self.graph.operators for dim in each.sizes}))
-
     def fits(self, operator: int, sharding: Sharding) -> bool:
         """Return whether an operator has these dims, and the axes divide their sizes."""
         sizes = self.graph.operators[operator].sizes
@@ -146,7 +141,7 @@ class ShardedOperators:
             and any(kinds[use.operator] == "backward" for use in value.uses)
         ]
 
-    def moves(self, number: int, shardings: Sequence[Sharding]) -> Iterator[Move]:
+    def moves(self, number: int, shardings: Mapping[int, Sharding] | Sequence[Sharding]) -> Iterator[Move]:
         """Yield the collectives that bring a value into each sharding that operators need."""
         value = self.graph.values[number]
         made = _find_made(value, shardings[value.source])
