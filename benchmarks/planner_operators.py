@@ -167,7 +167,7 @@ def compare(name: str, kind: str) -> None:
         strategy=Strategy(remat=remat),
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
-    for way in (*predict_by_operators(run, subject), *predict_by_layers(run, subject)):
+    for way in predict_by_operators(run, subject):
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))

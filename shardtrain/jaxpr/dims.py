@@ -3,7 +3,8 @@
 Next: `functional/row_positions.py` and `plan/named_dims.py`, which follow rows and names by these tables.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 Moves = Mapping[int, int]
@@ -106,6 +107,30 @@ MOVES: Mapping[str, Callable[[Any, int], Moves]] = {
     "unstack": lambda equation, _: _remove(equation, (equation.params["axis"],)),
 }
 """Primitive -> how its dims move."""
+
+
+def find_reshaped(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the dims that a reshape joins and those that it makes of them, as few as there can be.
+
+    Dims of size 1 are in none; an array without elements has none.
+
+    >>> list(find_reshaped((8, 6, 1, 4), (8, 2, 3, 4)))
+    [([0], [0]), ([1], [1, 2]), ([3], [3])]
+    """
+    given, made = ([dim for dim, size in enumerate(shape) if size > 1] for shape in (before, after))
+    while given and 0 not in before:
+        sides = [given[:1], made[:1]]
+        while (left := prod(before[dim] for dim in sides[0])) != (
+            right := prod(after[dim] for dim in sides[1])
+        ):
+            if left < right:
+                sides[0] = given[: len(sides[0]) + 1]
+            else:
+                sides[1] = made[: len(sides[1]) + 1]
+        yield sides[0], sides[1]
+        given, made = given[len(sides[0]) :], made[len(sides[1]) :]
 
 
 def find_mixed(equation: Any) -> set[int]:

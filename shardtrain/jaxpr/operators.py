@@ -5,10 +5,11 @@ its dims. Its backward pass, which jax derives, is split alike. Next: `dims.py`,
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from posixpath import commonpath
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.errors.messages import near, refuse
-from shardtrain.jaxpr.dims import OPAQUE, Moves, find_moves, find_summed
+from shardtrain.jaxpr.dims import OPAQUE, Moves, find_moves, find_reshaped, find_summed
 from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, scan_counts, split_operands
 from shardtrain.jaxpr.forward import bind, forward
 from shardtrain.jaxpr.scan_pieces import run_steps
@@ -166,7 +167,7 @@ class OperatorPass:
             return values
         arrays = [value.array for value in values]
         known = (n for n, v in enumerate(values) if maker and v.maker == maker and v.shards is not None)
-        newest = next((n for n in known if _keeps(equation, n, values[n].shards)), None)
+        newest = next((n for n in known if self._keeps(equation, n, values[n].shards or {})), None)
         if newest is None:
             with self._scope(maker):
                 return [_Value(x, path, is_weight, maker) for x in bind(equation, arrays)]
@@ -184,6 +185,16 @@ class OperatorPass:
             ours = _move(shards, _find_moves(equation, newest, number))
             found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours))
         return found
+
+    def _keeps(self, equation: Any, number: int, shards: Mapping[str, int]) -> bool:
+        """Return whether the dims that axes split can be followed through an equation."""
+        if equation.primitive.name != "reshape":
+            return equation.primitive.name not in OPAQUE
+        moves, parts = _find_moves(equation, number), Counter[int]()
+        for axis, dim in shards.items():
+            parts[dim] = max(parts[dim], 1) * self.sizes[axis]
+        shape = equation.outvars[0].aval.shape
+        return all(dim in moves and shape[moves[dim]] % size == 0 for dim, size in parts.items())
 
     def _compute_call(self, equation: Any, called: ClosedJaxpr, values: list[_Value]) -> Sequence[_Value]:
         if equation.primitive.name in CALLS:
@@ -369,20 +380,13 @@ def _compute_parts(equation: Any, arrays: Sequence[Any], operator: Operator, sha
 
 
 def _find_moves(equation: Any, number: int, output: int = 0) -> Moves:
-    """Return where the dims of an input are in an output; a reshape keeps the first ones alone."""
+    """Return where the dims of an input are in an output; a reshape keeps the first of those it joins."""
     if equation.primitive.name != "reshape":
         return find_moves(equation, number, output)
     if equation.params["dimensions"] is not None:
         return {}  # it permutes dims first
-    pairs = zip(equation.invars[0].aval.shape, equation.outvars[0].aval.shape, strict=False)
-    return {dim: dim for dim, _ in enumerate(takewhile(lambda sizes: sizes[0] == sizes[1], pairs))}
-
-
-def _keeps(equation: Any, number: int, shards: Mapping[str, int] | None) -> bool:
-    """Return whether the dims that axes split can be followed through an equation."""
-    if equation.primitive.name == "reshape":
-        return set((shards or {}).values()) <= set(_find_moves(equation, number))
-    return equation.primitive.name not in OPAQUE
+    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return {before[0]: after[0] for before, after in find_reshaped(*shapes)}
 
 
 def _move(shards: Mapping[str, int], moves: Mapping[int, int]) -> dict[str, int]:

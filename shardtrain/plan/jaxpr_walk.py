@@ -70,12 +70,14 @@ class Walk(UnfusedProgram):
       constrained: numbers of arrays that are named by a constraint.
       moves: number of an array -> the resharding that made it.
       recomputes: whether it is in a program that runs again in the backward pass.
+      alike: different names of one dim.
     """
 
     partial: dict[int, PartialSum] = field(default_factory=dict)
     constrained: set[int] = field(default_factory=set)
     moves: dict[int, Resharding] = field(default_factory=dict)
     recomputes: bool = False
+    alike: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
         """Add an array; return its number."""
@@ -145,6 +147,7 @@ class Walk(UnfusedProgram):
             reads = [self._gather(reads[0], equation.params["axis"])]
         found = find_names(equation, [self.arrays[i].dims for i in reads])
         writes = [self.add(out.aval, dims) for out, dims in zip(equation.outvars, found.outputs, strict=True)]
+        self.alike += found.alike
         if primitive == "sharding_constraint":
             self._constrain(equation.params["sharding"].spec, reads[0], writes[0])
         elif primitive in ALIASES:
@@ -211,6 +214,9 @@ class Walk(UnfusedProgram):
             (entry[0] if entry else None) if isinstance(entry, tuple) else entry
             for entry in (*spec, *(None,) * (len(shape) - len(spec)))
         )
+        # channels keep their number
+        numbers = (name.partition(":")[1:] if name else () for name in self.arrays[before].dims)
+        dims = tuple(name and "".join((name, *number)) for name, number in zip(dims, numbers, strict=True))
         first = self.find_root(before)
         waiting = self.partial.pop(before, None)
         if first not in self.constrained and len(self.arrays[first].shape) == len(dims):
@@ -244,6 +250,7 @@ class Walk(UnfusedProgram):
             outputs = body.run(jaxpr, inputs)
             for i in range(carried):
                 given[consts + i] = merge_names(given[consts + i], body.arrays[outputs[i]].dims)
+        self.alike += body.alike
         program = body.finish(inputs, outputs)
         over = next(filter(None, (self.arrays[i].dims[0] for i in reads[consts + carried :])), None)
         dims = [program.arrays[i].dims for i in outputs]

@@ -3,18 +3,18 @@
 Each rule also returns the names of the dims that the operation sums over. Next: `jaxpr_walk.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardtrain.axes import EXPERTS
+from shardtrain import axes
 from shardtrain.jaxpr.cost import count_flops
-from shardtrain.jaxpr.dims import find_moves, find_summed
+from shardtrain.jaxpr.dims import find_moves, find_reshaped, find_summed
 from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
 
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 """Operations along a dim that each device needs as a whole."""
 
-SLOTS = (EXPERTS, ARRIVED)
+SLOTS = (axes.EXPERTS, ARRIVED)
 """The dims that `EXPERT_SLOTS` joins."""
 
 
@@ -26,12 +26,14 @@ class OutputNames(NamedTuple):
       summed: names of the dims that it sums over.
       flops: flops of a matrix product or a convolution.
       grouped: names of dims that its work does not grow with, as each row belongs to one group.
+      alike: different names of one dim.
     """
 
     outputs: tuple[Dims, ...]
     summed: tuple[str, ...] = ()
     flops: float = 0.0
     grouped: tuple[str, ...] = ()
+    alike: tuple[tuple[str, ...], ...] = ()
 
 
 def find_names(equation: Any, dims: Sequence[Dims]) -> OutputNames:
@@ -44,10 +46,48 @@ def find_names(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     >>> import jax
     >>> product = jax.make_jaxpr(lambda x, y: x @ y)(jax.numpy.ones((8, 4)), jax.numpy.ones((4, 16))).eqns[0]
     >>> find_names(product, [("batch", "embed"), ("embed", "mlp")])
-    OutputNames(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024.0, grouped=())
+    OutputNames(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024.0, grouped=(), alike=())
     """
     rule = RULES.get(equation.primitive.name, _follow)
     return rule(equation, dims)._replace(flops=count_flops(equation))
+
+
+CHANNELS = (axes.CHANNELS_IN, axes.CHANNELS_OUT)
+
+
+def number_channels(dims: Dims, number: int) -> Dims:
+    """Number the channels of a parameter, so that no others have their number.
+
+    >>> number_channels(("height", "width", "channels_in", "channels_out"), 3)
+    ('height', 'width', 'channels_in:6', 'channels_out:7')
+    """
+    numbers = {name: len(CHANNELS) * number + i for i, name in enumerate(CHANNELS)}
+    return tuple(f"{name}:{numbers[name]}" if name in numbers else name for name in dims)
+
+
+def merge_numbers(alike: Iterable[Sequence[str]]) -> Callable[[str], str]:
+    """Return what renames dims, so that different names of one dim have one number.
+
+    Args:
+      alike: different names of one dim each, with or without numbers.
+
+    >>> rename = merge_numbers([("channels_out:1", "channels_in:6"), ("channels_out:7", "batch")])
+    >>> rename("channels_in:6"), rename("channels_out:7"), rename("batch")
+    ('channels_in:1', 'channels_out:7', 'batch')
+    """
+    same: dict[str, str] = {}
+
+    def find(number: str) -> str:
+        return find(same[number]) if number in same else number
+
+    def rename(name: str) -> str:
+        first, colon, number = name.partition(":")
+        return first + colon + find(number)
+
+    for names in alike:
+        first, *others = dict.fromkeys(find(name.partition(":")[2]) for name in names if ":" in name) or [""]
+        same.update(dict.fromkeys(others, first))
+    return rename
 
 
 def merge_names(*several: Dims) -> Dims:
@@ -65,17 +105,24 @@ def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
 
 def _follow(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name each dim of the outputs by the first named dim of an input that goes there."""
-    found = []
+    found, together = [], []
     for output, shape in enumerate(_shapes(equation.outvars)):
-        names: list[str | None] = [None] * len(shape)
+        names: list[list[str]] = [[] for _ in shape]
         for number, given in enumerate(dims):
             for dim, to in find_moves(equation, number, output).items():
-                names[to] = names[to] or given[dim]
-        found.append(tuple(names))
-    summed = [[dims[i][dim] for i, dim in each.items()] for each in find_summed(equation)]
+                names[to] += filter(None, given[dim : dim + 1])
+        found.append(tuple(next(iter(each), None) for each in names))
+        together += names
+    summed = [list(filter(None, (dims[i][dim] for i, dim in each.items()))) for each in find_summed(equation)]
     return OutputNames(
-        tuple(found), tuple(name for each in summed if (name := next(filter(None, each), None)))
+        tuple(found), tuple(each[0] for each in summed if each), alike=_find_alike((*together, *summed))
     )
+
+
+def _find_alike(several: Sequence[Sequence[str | None]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups with different names."""
+    groups = (tuple(dict.fromkeys(filter(None, names))) for names in several)
+    return tuple(names for names in groups if len(names) > 1)
 
 
 def _name_like_first(equation: Any, dims: Sequence[Dims]) -> OutputNames:
@@ -88,11 +135,11 @@ def _name_like_first(equation: Any, dims: Sequence[Dims]) -> OutputNames:
 
 def _name_like_last(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name the gradient of a pooling as the pooled array."""
-    return OutputNames((dims[-1],))
+    return OutputNames((dims[-1],), alike=_find_alike(tuple(zip(*dims, strict=False))))
 
 
 def _join(equation: Any, dims: Sequence[Dims]) -> OutputNames:
-    return OutputNames((merge_names(*dims),))
+    return OutputNames((merge_names(*dims),), alike=_find_alike(tuple(zip(*dims, strict=True))))
 
 
 def _update(equation: Any, dims: Sequence[Dims]) -> OutputNames:
@@ -105,27 +152,14 @@ def _reshape(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name the first dim of each group of merged or split dims by the first name of the group."""
     (given, *_), (shape,), names = _shapes(equation.invars), _shapes(equation.outvars), dims[0]
     found: list[str | None] = [None] * len(shape)
-    i = j = 0
-    while i < len(given) and j < len(shape):
-        first_in, first_out = i, j
-        left, right = given[i], shape[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * given[i], i + 1
-            else:
-                right, j = right * shape[j], j + 1
-        inside = [k for k in range(first_in, i) if given[k] > 1]
-        results = [k for k in range(first_out, j) if shape[k] > 1]
-        if tuple(names[k] for k in inside) == SLOTS and len(results) == 1:
+    for inside, results in find_reshaped(given, shape):
+        of_group = tuple(names[k] for k in inside)
+        if of_group == SLOTS and len(results) == 1:
             found[results[0]] = EXPERT_SLOTS
-            continue
-        if [names[k] for k in inside] == [EXPERT_SLOTS] and len(results) == 2:
+        elif of_group == (EXPERT_SLOTS,) and len(results) == 2:
             found[results[0]], found[results[1]] = SLOTS
-            continue
-        name = next((names[k] for k in inside if names[k]), None)
-        to = next((k for k in range(first_out, j) if shape[k] > 1), first_out)
-        found[to] = name
+        else:
+            found[results[0]] = next(filter(None, of_group), None)
     return OutputNames((tuple(found),))
 
 

@@ -5,7 +5,7 @@ The constraints of the model name the dims of activations, the model names the d
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shardtrain.functional.rng import new_key, row_key
 from shardtrain.jaxpr.operators import OperatorPass, run_operators
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.jaxpr_walk import Walk, count_terms
+from shardtrain.plan.named_dims import merge_numbers, number_channels
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
 from shardtrain.plan.traced_attention import TracedAttention, plan_attention
 from shardtrain.plan.traced_experts import TracedExperts
@@ -95,12 +96,14 @@ def trace(
     """
     # the mesh has an axis of size 1 for each dim, so that the spec of a constraint names dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
-    every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
+    every = sorted(
+        {name for name in known if ":" not in name} | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS}
+    )
     kind = target.device_kind
-    platform = ANY_DEVICE if (known := find_device(kind)) is None else known.platform
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    platform = ANY_DEVICE if (device := find_device(kind)) is None else device.platform
+    abstract = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     types = (AxisType.Auto,) * len(every)
-    mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
+    mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=abstract)
     rules = {name: (name,) for name in every}
     planned = plan_attention(kind, has_flash=target.has_flash)
     ops = {"attention": attention, "experts": experts, "devices": (planned.device,)}
@@ -114,7 +117,30 @@ def trace(
         walk.name_result(number, dims, of_parameter)
     makers = {number: each for each in walk.operations for number in each.writes}
     terms = tuple(count_terms(number, makers, walk.constants) for number in outputs)
-    return replace(walk.finish(numbers, outputs), num_terms=terms)
+    program = replace(walk.finish(numbers, outputs), num_terms=terms)
+    return _rename(program, merge_numbers(walk.alike)) if walk.alike else program
+
+
+def _rename(program: Program, rename: Callable[[str], str]) -> Program:
+    """Return a program with other names of dims."""
+
+    def rename_all(dims: Iterable[str | None]) -> tuple[str | None, ...]:
+        return tuple(name and rename(name) for name in dims)
+
+    return replace(
+        program,
+        arrays=tuple(replace(each, dims=rename_all(each.dims)) for each in program.arrays),
+        kernels=tuple(
+            replace(
+                each, dims=frozenset(map(rename, each.dims)), body=each.body and _rename(each.body, rename)
+            )
+            for each in program.kernels
+        ),
+        reshardings=tuple(
+            replace(each, before=rename_all(each.before), summed=tuple(map(rename, each.summed)))
+            for each in program.reshardings
+        ),
+    )
 
 
 def count_flops_by_item_bytes(program: Program) -> Counter[int]:
@@ -165,8 +191,11 @@ def trace_loss(
     loss_sum = run_operators(loss_sum, OperatorPass(scoped=True)) if scoped else loss_sum
     differentiated = value_and_grad(loss_sum)
     inputs = (params, model_state, jax.eval_shape(lambda: new_key(0)), dict(batch))
+    of_parameters: Sequence[Dims | None] = jax.tree.leaves(model.dims, is_leaf=is_dims)
+    if scoped:
+        of_parameters = [dims and number_channels(dims, i) for i, dims in enumerate(of_parameters)]
     names = [
-        *jax.tree.leaves(model.dims, is_leaf=is_dims),
+        *of_parameters,
         *(None for _ in jax.tree.leaves((model_state, inputs[2]))),
         *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
     ]
@@ -175,9 +204,9 @@ def trace_loss(
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
         return trace(loss_sum, inputs, names, no_names, no_parameters, **of_run)
-    results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=is_dims)]
-    of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(differentiated, inputs, names, results, of_parameters, **of_run)
+    results = [*(None for _ in others), *of_parameters]
+    is_parameter = [False] * len(others) + [True] * len(of_parameters)
+    return trace(differentiated, inputs, names, results, is_parameter, **of_run)
 
 
 def is_dims(leaf: object) -> bool:

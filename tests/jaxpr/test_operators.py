@@ -87,12 +87,18 @@ def test_blocks_with_other_shards_are_scans_of_their_own(mesh):
 
 
 @pytest.mark.parametrize(
-    ("shards", "spec"),
-    [({"data": "0"}, ("data",)), ({}, ()), ({"tensor": "2"}, None), ({"fsdp": "1"}, (None, "fsdp"))],
+    ("shards", "parts", "spec"),
+    [
+        ({"data": "0"}, (2, 3), ("data",)),
+        ({}, (2, 3), ()),
+        ({"tensor": "2"}, (2, 3), (None, None, "tensor")),
+        ({"tensor": "2"}, (3, 2), None),
+        ({"fsdp": "1"}, (2, 3), (None, "fsdp")),
+    ],
 )
-def test_a_reshape_is_followed_unless_it_changes_a_split_dim(mesh, shards, spec):
+def test_a_reshape_is_followed_unless_it_cuts_the_parts_of_a_dim(mesh, shards, parts, spec):
     def grouped(weights, x):
-        return jnp.tanh((x @ weights["w"]).reshape(8, 4, 2, 3)).sum()
+        return jnp.tanh((x @ weights["w"]).reshape(8, 4, *parts)).sum()
 
     sharded = shard_operators(grouped, {"w:dot_general": shards}, SIZES)
     traced = jax.make_jaxpr(sharded)({"w": TABLE[:6]}, X)

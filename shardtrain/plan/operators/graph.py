@@ -18,6 +18,17 @@ from shardtrain.plan.program import ARRIVED_TOKENS, Array, CallSizes, Kernel, Pr
 SAME_DIM = {axes.RESIDUAL_SEQ: axes.SEQ, axes.KV_HEADS: axes.HEADS, ARRIVED_TOKENS: axes.BATCH}
 """Another name of a dim -> its name here."""
 
+
+def same_dim(name: str) -> str:
+    """Return the name here of a dim; numbered channels are of the arrays between two convolutions.
+
+    >>> same_dim("kv_heads"), same_dim("channels_in:3")
+    ('heads', 'channels:3')
+    """
+    _, numbered, number = name.partition(":")
+    return f"channels:{number}" if numbered else SAME_DIM.get(name, name)
+
+
 WHOLE = frozenset((axes.LAYERS, axes.HEIGHT, axes.WIDTH))
 """Dims that are never sharded here, as a loop runs over blocks and a convolution needs neighbours."""
 
@@ -151,14 +162,17 @@ def find_dims(names: Iterable[str | None]) -> list[str]:
     >>> find_dims(("layers", "batch", "residual_seq", None))
     ['batch', 'seq']
     """
-    found = (SAME_DIM.get(name, name) for name in names if name is not None)
+    found = (same_dim(name) for name in names if name is not None)
     return [name for name in found if name not in WHOLE]
 
 
 def _rename(names: Iterable[str | None]) -> tuple[str | None, ...]:
     """Return the dims with these names, also those that are never sharded."""
-    return tuple(name and SAME_DIM.get(name, name) for name in names)
+    return tuple(name and same_dim(name) for name in names)
 
+
+CONVOLUTION = "conv_general_dilated"
+"""Primitive of convolutions."""
 
 IN_ORDER = frozenset(
     (
@@ -427,12 +441,15 @@ def _find_sizes(program: Program, kernel: Kernel) -> dict[str, int]:
 
 def _list_choices(program: Program, kernel: Kernel) -> list[str]:
     """Return the dims that a run can split of a kernel, if its scope is named after it."""
-    names = [name for i in kernel.writes for name in find_dims(program.arrays[i].dims)]
     if kernel.name not in kernel.scope.split(":"):
         return []
-    if kernel.name == "conv_general_dilated":
-        # the next convolution has another dim of the name of this one's channels
-        names = [axes.BATCH]
+    arrays = [program.arrays[i] for i in (*kernel.reads, *kernel.writes)]
+    names = {name for i in kernel.writes for name in find_dims(program.arrays[i].dims)}
+    if kernel.name == CONVOLUTION:
+        sizes = {pair for each in arrays for pair in zip(_rename(each.dims), each.shape, strict=True)}
+        many = Counter(name for name, _ in sizes)
+        # a group of channels is whole, and so are channels that are not a convolution's
+        names = {name for name in many if name and (name == axes.BATCH or (":" in name and many[name] == 1))}
     return [dim for dim in _find_sizes(program, kernel) if kernel.name == "dot_general" or dim in names]
 
 
@@ -442,7 +459,7 @@ def _find_array_sizes(arrays: Sequence[Array]) -> dict[str, int]:
     twice: set[str] = set()
     for array in arrays:
         names = [
-            (SAME_DIM.get(name, name), size)
+            (same_dim(name), size)
             for name, size in zip(array.dims, array.shape, strict=True)
             if name is not None and name not in WHOLE
         ]

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.operators.graph import SAME_DIM, Operator, Operators, trace_operators
+from shardtrain.plan.operators.graph import CONVOLUTION, Operator, Operators, same_dim, trace_operators
 from shardtrain.plan.operators.shardings import Move, Rest, ShardedOperators, Sharding
 from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
@@ -40,9 +40,6 @@ PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 
 NUM_STARTS = 3
 """Number of layouts from which it searches: the fastest ones, and the fastest without the axis data."""
-
-CONVOLUTION = "conv_general_dilated"
-"""Primitive of convolutions."""
 
 TOO_LARGE = 10.0
 """Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
@@ -228,7 +225,7 @@ def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> Sha
     return now.changed({number: each for number, each in new.items() if each != now.shardings[number]})
 
 
-def _list_options(first: ShardedStep, now: ShardedStep, lead: int, axis: int) -> list[Mapping[int, Sharding]]:
+def _list_options(first: ShardedStep, now: ShardedStep, lead: int, axis: int) -> list[dict[int, Sharding]]:
     """Return the shardings of a group, by the dims that one axis may split: as now, then others."""
     space, kept = first.space, now.shardings[lead]
     known = (None, *space.graph.operators[lead].choices)
@@ -421,7 +418,7 @@ def _find_starts(
     if subject.num_experts:
         return []
     convolves = any(CONVOLUTION in each.name for each in graph.operators)
-    # the channels that rules split have the same name in the next convolution
+    # what rules for channels send is predicted too low
     starts = [
         each
         for each in ranked
@@ -489,4 +486,5 @@ def _list_ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:
     """Return the dims of an operator that rules shard over an axis."""
     rules = layout.sharded_rules if operator.kind == "update" else layout.activation_rules
     rules = {**rules, axes.BATCH: layout.batch_axes}
-    return [SAME_DIM.get(name, name) for name in sorted(operator.names) if axis in rules.get(name, ())]
+    names = ((name, rules.get(name.split(":")[0], ())) for name in sorted(operator.names))
+    return [same_dim(name) for name, over in names if axis in over]
