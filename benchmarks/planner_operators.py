@@ -3,9 +3,9 @@
 uv run python benchmarks/planner_operators.py [MODEL ...] [--kind h100 | v5e:2x4]
 
 Six small models on two nodes of four devices, of simulated CPU or of GPUs and TPUs that need not be there:
-data parallel, megatron (tensor in a node), the best layout and the best shardings of operators, as the
-planner predicts them; one weird trick and AccPar, as AccPar's formulas do. A row has MB that
-a device sends in a step, and its MFLOP, predicted : counted; then MB over each set of axes.
+data parallel, megatron (tensor in a node), one weird trick (for images: products split what they sum over),
+the best layout and the best shardings of operators. A row has MB that a device sends in a step, and its
+MFLOP, predicted : counted; then MB over each set of axes.
 
 Figures: docs/benchmarks/planner.md.
 """
@@ -38,20 +38,23 @@ from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
 from shardtrain.plan.compile import compile_step, figures
-from shardtrain.plan.layers.assignment import partition_layers
-from shardtrain.plan.layers.compare import plan_layers
-from shardtrain.plan.layers.partition import make_group
-from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.operators.search import plan_operators
+from shardtrain.plan.operators.search import (
+    LayoutSearch,
+    SearchResult,
+    plan_operators,
+    shard_by_rules,
+    shard_group,
+    trace_whole_step,
+)
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import search
+from shardtrain.plan.search import RankedChoice, search
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import make_model
-from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_choice
+from shardtrain.trainer.planned_operators import make_operator_choice
 
 NODES = Machine(
     rates=Rates(flops_per_second=1e14, memory_bytes_per_second=1e12, kernel_seconds=1e-6, memory_bytes=1e10),
@@ -60,9 +63,6 @@ NODES = Machine(
     node_link=Link(bytes_per_second=1e10),
 )
 """Two nodes of four devices, on which ways are searched."""
-
-COUNTING = Machine(rates=Rates(flops_per_second=1e30), device_link=Link(bytes_per_second=1.0))
-"""A device that computes in no time and sends a byte a second: seconds are bytes."""
 
 NUM_DEVICES = 8
 RULED = {"data parallel": {"data": 8}, "megatron": {"data": 2, "tensor": 4}}
@@ -114,42 +114,51 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
     }
 
 
-def predict_by_operators(run: Run, subject: Subject) -> Iterator[Way]:
-    """Yield layouts and the best shardings of operators, as the planner predicts them."""
+def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
+    """Yield layouts, one weird trick and the best shardings of operators, as the planner predicts them."""
     # ten classes are not split over four devices
     rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
-    ways = {name: Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()}
+    ways: dict[str, Layout | RankedChoice] = {
+        name: Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()
+    }
     space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
     best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
     ways["best layout"] = best.choice.layout
+    if "image" in subject.batch:
+        ways["one weird trick"] = make_operator_choice(run, subject.batch, split_sums(subject))
     plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best)
-    change = None
     if plan.best is not None:
-        found = make_operator_choice(run, subject.batch, plan.best)
-        ways["operators"], change = found.choice.layout, found.change
-    for name, layout in ways.items():
+        ways["operators"] = make_operator_choice(run, subject.batch, plan.best)
+    for name, way in ways.items():
+        layout, change = (way, None) if isinstance(way, Layout) else (way.choice.layout, way.change)
         # XLA for CPU adds up the two gradients of a table separately
         (step,) = steps(subject, NODES, NUM_DEVICES, [Choice(layout=replace(layout, operators={}))])
         sent, flops = sum_sent_by_axes(step, simulated=True), predict(step, NODES).flops
-        if name == "operators" and change is not None:
+        if change is not None:
             sent, flops = change.predict_sent(sent), flops + change.flops
         yield Way(name, layout, sent, flops)
 
 
-def predict_by_layers(run: Run, subject: Subject) -> Iterator[Way]:
-    """Yield partitions of layers, as AccPar's formulas predict them."""
-    group, counting = (make_group(machine, NUM_DEVICES) for machine in (NODES, COUNTING))
-    plan = plan_layers(trace_layers(subject), group, NODES.devices_per_node)
-    for name in ("one weird trick", "accpar"):
-        levels = plan.ways[name].levels
-        counted = partition_layers(plan.layers, counting, lambda _, __, level, of=levels: of[level].chosen)
-        try:
-            strategy = make_layer_strategy(run, subject.batch, replace(plan, ways={name: plan.ways[name]}))
-        except ValueError as problem:
-            print(f"| {name} | {problem} |")
-            continue
-        flops = counted.compute_seconds * COUNTING.rates.flops_per_second
-        yield Way(name, strategy.layout, {(): counted.exchange_seconds}, flops)
+def split_sums(subject: Subject) -> LayoutSearch:
+    """Return one weird trick: convolutions split rows, and products with a parameter what they sum over."""
+    choice = Choice(layout=Layout(mesh={"fsdp": NUM_DEVICES}))
+    (step,) = steps(subject, NODES, NUM_DEVICES, [choice])
+    graph = trace_whole_step(subject, NUM_DEVICES, None)
+    start = shard_by_rules(graph, NODES, choice.layout.mesh, step.choice.layout)
+    best = start
+    for number in graph.groups:
+        operator = graph.operators[number]
+        path, _, kind = operator.scope.partition(":")
+        summed = [dim for dim in operator.choices if dim not in operator.result]
+        if kind.startswith("dot_general") and path in subject.parameter_paths and len(summed) == 1:
+            sharding = (summed[0],)
+            if start.space.fits(number, sharding):
+                best = best.changed(shard_group(start, number, sharding))
+    return LayoutSearch(
+        layout=RankedChoice(choice=choice, prediction=predict(step, NODES), fits=True),
+        layout_sent=sum_sent_by_axes(step, simulated=True),
+        result=SearchResult(start=start, best=best),
+    )
 
 
 def compare(name: str, kind: str) -> None:
@@ -167,7 +176,7 @@ def compare(name: str, kind: str) -> None:
         strategy=Strategy(remat=remat),
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
-    for way in predict_by_operators(run, subject):
+    for way in predict_ways(run, subject):
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))

@@ -22,9 +22,6 @@ from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.island_stages import IslandPipelines, StagesPlan
 from shardtrain.plan.islands import ClusterPlan, ReplicaPlanner, estimate_times
-from shardtrain.plan.layers.compare import cluster_group, plan_layers
-from shardtrain.plan.layers.replicated_costs import pipeline_costs
-from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.pools import Pool, plan_pools
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
@@ -39,7 +36,6 @@ from shardtrain.report.plan import explain_plan, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plan_compiled import flag_parameters, format_compiled
 from shardtrain.report.plan_islands import explain_join
-from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.plots.frontier import check_frontier, plot_frontier
 from shardtrain.report.step_trace import TracedStep, format_traces, trace_text
@@ -58,7 +54,7 @@ from shardtrain.trainer.planned import (
     make_staged_strategy,
     make_subjects,
 )
-from shardtrain.trainer.planned_operators import make_layer_strategy, make_operator_choice
+from shardtrain.trainer.planned_operators import make_operator_choice
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import Strategy, strategy_text
 
@@ -120,26 +116,6 @@ def _write(path: Path, strategy: Strategy) -> str:
     """Write a strategy file; return a line."""
     replace_file(path, strategy_text(strategy).encode())
     return f"strategy: {path}\n"
-
-
-def _layers_text(
-    run: Run, output: Path | None, subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None
-) -> str:
-    """Format and write the best partition of each layer; format the best pipeline of stages of devices."""
-    group = cluster_group(plan, link_gb_per_second)
-    per_node = min(each.machine.devices_per_node for each in plan.kinds)
-    found = plan_layers(trace_layers(subject), group, per_node)
-    text = layers_text(found)
-    if output is not None and group.halves:
-        try:
-            text += _write(output, make_layer_strategy(run, subject.batch, found))
-        except ValueError as problem:
-            text += f"layers are not written: {problem}\n"
-    try:
-        stages = stages_text(pipeline_costs(subject, plan, link_gb_per_second))
-    except ValueError as problem:
-        stages = f"{PIPELINE}: {problem}\n"
-    return f"\n{text}{stages}"
 
 
 def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
@@ -345,11 +321,6 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(_draw_frontiers(options.frontier, plan, space))
     if options.advise:
         terminal.out(_try_analysis("advise", partial(plan_advice_text, plan)))
-    if options.layers:
-        text = partial(
-            _layers_text, run, options.output, subjects[0], planner.plan_all(), cluster.link_gb_per_second
-        )
-        terminal.out(_try_analysis("layers", text))
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None
         traced = planner.plan_all() if given else plan

@@ -42,11 +42,8 @@ class PlanOptions(CompileOptions):
         TPUs such as v5e:4x4, which this machine need not have.
       frontier: draw memory against step time of all layouts to this .png or .svg file, and mark the layouts
         that no other beats in both. Each kind of islands has a file.
-      layers: show the best split of each layer by the batch or by features, also between unequal devices;
-        compare it with data parallelism, one weird trick, HyPar and Megatron, and show the mesh that runs it.
       output: write the best way as a strategy file, for shardtrain train RUN --strategy FILE; for several
-        islands also a cluster file beside it (strategy_cluster.toml) with those that are used; with layers,
-        what was found for each of them.
+        islands also a cluster file beside it (strategy_cluster.toml) with those that are used.
       operators: search a sharding for each operator separately; the best is a row of the table of layouts.
       trace: write the tasks of a step of the best layout, or of --strategy, as a trace that ui.perfetto.dev
         shows, with a row for each device and link.
@@ -64,7 +61,6 @@ class PlanOptions(CompileOptions):
     explain: bool = False
     compile: str | None = None
     frontier: Path | None = None
-    layers: bool = False
     output: Path | None = None
     operators: bool = False
     trace: Path | None = None

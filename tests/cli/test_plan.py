@@ -279,34 +279,6 @@ def test_a_trace_has_the_shares_of_its_strategy(planned, tmp_path):
     assert "shares of the strategy has 3 weights, and the cluster has 2 islands" in seconds([1, 1, 1])[0]
 
 
-def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
-    links = ["--link", "300", "--node-link", "25", "--per-node", "2", "--most", "1"]
-    text = planned("--devices", "4", "--device", "NVIDIA A100-SXM4-80GB", *links, "--layers")
-    (beside,) = [line for line in text.splitlines() if line.startswith("compared with: ")]
-    assert "data parallel (--mesh data=4) " in beside
-    assert "; megatron (--mesh data=4) " in beside
-    assert beside.endswith(" times the best")
-    assert "from the outermost level: 4 (2 devices | 2 devices), 2 (1 devices | 1 devices)" in text
-    assert "blocks/down[0]" in text
-    ways = {line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")}
-    assert {"accpar", "accpar with copies", "data parallel", "hypar", "megatron", "one weird trick"} <= ways
-    assert "no mesh runs it: level 0 computes all layers on both halves: use 2 of its devices" in text
-    # links of almost no speed: a pipeline, whose stages are single devices
-    slow = ["--link", "1e-5", "--per-node", "4", "--most", "1"]
-    text = planned("--devices", "2", "--device", "NVIDIA A100-SXM4-80GB", *slow, "--layers")
-    assert "pipeline of stages with several devices: blocks 1,1 on 1,1 devices in this order, step " in text
-    assert "runs as islands of 1,1 devices: --across pipeline --stages 1,1 --accumulate 8" in text
-    # unequal islands
-    cluster = tmp_path / "cluster.toml"
-    cluster.write_text(CLUSTER)
-    text = planned("--cluster", str(cluster), "--layers", "--most", "1")
-    assert "3 (2 big | 1 small), 2 (1 big | 1 big)" in text
-    assert "III:0.857 III" in text
-    assert "no mesh runs it: parts are unequal; the devices of a mesh are equal" in text
-    assert "blocks 1,1 on 1,2 devices in this order" in text
-    assert "no islands run it: stage 1 has unequal devices" in text
-
-
 def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
     mine = tmp_path / "mine.txt"
     mine.write_text("do not lose me")

@@ -25,8 +25,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
 from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradients
-from shardtrain.plan.islands import ClusterPlan, KindPlan, ReplicaPlanner, estimate_times
-from shardtrain.plan.layers.replicated_costs import pipeline_costs
+from shardtrain.plan.islands import KindPlan, ReplicaPlanner, estimate_times
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
 from shardtrain.plan.predict import find_sharding, predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
@@ -524,20 +523,6 @@ def test_links_of_the_advised_speed_hide_collectives(subject, mesh):
     _, seconds = advised(machine(1e6 * factor, 1e-6))
     assert sum(seconds.collectives.values()) == pytest.approx(seconds.compute, rel=0.01)
     assert advised(machine(1e9, 10.0))[0] == math.inf
-
-
-def test_microbatches_of_a_pipeline_are_those_of_the_batch(tiny):
-    device = ClusterDevice(teraflops=1.0, link_gb_per_second=1.0)
-    each = KindPlan(
-        kind=IslandKind(kind="a", devices=3, device=device),
-        subject=tiny,
-        machine=make_machine(device, 3, in_float32=True),
-        rows=ROWS,
-        plan=Plan(ranked=(), refused={}, num_choices=0),
-    )
-    costs = pipeline_costs(tiny, ClusterPlan(kinds=(each,), shares=(ROWS,), join_seconds=0.0), None)
-    # 12 microbatches for 3 stages would be 24 rows, of a batch of 16
-    assert (costs.num_microbatches, costs.rows) == (8, 2)
 
 
 def test_what_a_loss_counts_is_averaged_over_rows_of_one_shape():

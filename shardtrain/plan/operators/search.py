@@ -235,11 +235,11 @@ def _list_options(first: ShardedStep, now: ShardedStep, lead: int, axis: int) ->
         others = (each for each, name in zip(tried, space.sizes, strict=True) if name != axes.DATA)
         is_known = tried == first.shardings[lead] or all(each in known for each in others)
         if tried != kept and is_known and space.fits(lead, tried):
-            found.append(_tie(first, lead, tried))
+            found.append(shard_group(first, lead, tried))
     return found
 
 
-def _tie(first: ShardedStep, lead: int, sharding: Sharding) -> dict[int, Sharding]:
+def shard_group(first: ShardedStep, lead: int, sharding: Sharding) -> dict[int, Sharding]:
     """Return the shardings of the operators that follow one, which has a new sharding."""
     operators, members = first.space.graph.operators, first.space.graph.groups[lead]
     if sharding == first.shardings[lead]:
