@@ -17,7 +17,6 @@ def rank(seen, visible=None, **changes):
         "nodes": 4,
         "closed": 0,
         "gpus": GPUS,
-        "smi_error": None,
         "visible": visible,
         "slurm": None,
         "driver": "580.65",
@@ -26,7 +25,7 @@ def rank(seen, visible=None, **changes):
         "seen": {"devices": [device] * seen or [cpu], "died": None},
         **changes,
     }
-    return {**facts, "uuids": find_uuids(facts, visible)}
+    return {**facts, "uuids": find_uuids(facts["gpus"], visible)}
 
 
 def test_each_rank_with_a_gpu_of_its_own_is_well(told, by_what):
@@ -103,7 +102,7 @@ def test_gpus_without_the_right_to_open_them_are_told(told, by_what):
 
 def test_cuda_ignores_what_stands_behind_a_word_that_is_not_valid():
     assert find_visible({"CUDA_VISIBLE_DEVICES": "1, -1,0"}) == ["1"]
-    assert find_uuids({"gpus": GPUS}, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
+    assert find_uuids(GPUS, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
 
 
 def test_what_this_process_was_given_is_looked_up():
