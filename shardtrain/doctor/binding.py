@@ -2,10 +2,19 @@
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, group_by_host, join_texts
+from shardtrain.doctor.check import (
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    first_ranks,
+    group_by_host,
+    join_texts,
+    merge_rows,
+)
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.excerpts import some
@@ -53,15 +62,9 @@ def read_numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
-    hosts = list(group_by_host(all_facts).values())
-    rows = [_check_cores(all_facts, hosts), _check_numa(all_facts), *_check_threads(all_facts)]
-    return [
-        *rows,
-        _check_quota(all_facts),
-        _check_memory(hosts),
-        _check_shm(hosts),
-        _check_ulimits(all_facts),
-    ]
+    hosts = group_by_host(all_facts)
+    rows = [_check_cores(all_facts, list(hosts.values())), *merge_rows(all_facts, _judge_rank)]
+    return rows + merge_rows(first_ranks(all_facts), lambda one: _judge_host(one, len(hosts[one.host])))
 
 
 def _check_cores(all_facts: Sequence[RankFacts], hosts: Sequence[Sequence[RankFacts]]) -> Row:
@@ -107,95 +110,59 @@ def _cores_text(one: RankFacts) -> str:
     return own if one["given"] == one["cores"] else f"{own}, its share of {ranges_text(one['given'])}"
 
 
-def _check_numa(all_facts: Sequence[RankFacts]) -> Row:
-    on = {
-        one.name: [node for node, cores in one["nodes"].items() if set(cores) & set(one["cores"])]
-        for one in all_facts
-        if len(one["nodes"]) > 1
-    }
-    if not on:
-        return Row("NUMA", "one node on every host")
-    finding = join_texts((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
-    num_nodes = max(len(nodes) for nodes in on.values())
-    if num_nodes == 1:
-        return Row("NUMA", finding)
-    fix = (
-        f"memory of another node is slower: for work on the CPU start {num_nodes} ranks a host, one a node"
-        f" (islands={num_nodes}), or numactl --cpunodebind=0 --membind=0"
-    )
-    return Row("NUMA", f"{finding}: spread over nodes", "note", fix)
-
-
-def _check_threads(all_facts: Sequence[RankFacts]) -> list[Row]:
-    many = [
-        (one.name, f"{name}={value} on {len(one['cores'])} cores")
-        for one in all_facts
-        for name, value in one["threads"].items()
-        if (parse_count(value) or 0) > len(one["cores"])
-    ]
-    fix = f"unset it, or set it to the cores of a rank: {len(all_facts[0]['cores'])}"
-    return [Row("threads", join_texts(many), "warning", fix)] if many else []
-
-
-def _check_quota(all_facts: Sequence[RankFacts]) -> Row:
-    tight = [one for one in all_facts if 0 < (one["limits"]["cores"] or 0) < len(one["cores"])]
-    if not tight:
-        return Row("CPU quota", "none below the number of visible cores")
-    texts = (f"{one['limits']['cores']:g} cores of time, {len(one['cores'])} are visible" for one in tight)
-    finding = join_texts(zip((one.name for one in tight), texts, strict=True))
-    num_cores = max(1, int(tight[0]["limits"]["cores"]))
-    fix = (
-        "the kernel stops the threads for a part of every 0.1 s: ask for more (docker --cpus, Slurm"
-        f" --cpus-per-task), or bind to {num_cores} cores: taskset -c 0-{num_cores - 1}"
-    )
-    return Row("CPU quota", finding, "warning", fix)
-
-
-def _check_memory(hosts: Sequence[Sequence[RankFacts]]) -> Row:
-    texts, tight = [], False
-    for one, *_ in hosts:
-        total, limit = one["memory_bytes"] or 0, one["limits"]["memory_bytes"]
-        text = f"{bytes_text(one['available_bytes'] or 0)} free of {bytes_text(total)}"
-        if limit is not None and limit < total:
-            text += f", limited to {bytes_text(limit)} by the cgroup"
-            # programs size caches by the memory they see; with a limit below half of it they are killed
-            tight = tight or limit < total / 2
-        texts.append((one.host, text))
-    fix = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
-    return Row("memory", join_texts(texts), "note", fix) if tight else Row("memory", join_texts(texts))
-
-
-def _check_shm(hosts: Sequence[Sequence[RankFacts]]) -> Row:
-    sizes = [(ranks[0].host, ranks[0]["shm_free_bytes"], ranks[0]["shm_bytes"]) for ranks in hosts]
-    finding = join_texts(
-        (host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "does not exist")
-        for host, free, size in sizes
-    )
-    for ranks in hosts:
-        needed = SHM_BYTES_PER_RANK * len(ranks)
-        if ranks[0]["shm_free_bytes"] < needed:
-            fix = (
-                f"MPI needs {bytes_text(needed)} there for the ranks of a host: docker --shm-size=1g, or"
-                " mount -o remount,size=1G /dev/shm; remove files that dead runs left in it"
-            )
-            return Row("/dev/shm", finding, "warning", fix)
-    return Row("/dev/shm", finding)
-
-
-def _check_ulimits(all_facts: Sequence[RankFacts]) -> Row:
-    finding = join_texts(
-        (
-            one.name,
-            f"memlock {'unlimited' if one['memlock'] is None else bytes_text(one['memlock'])},"
-            f" open files {one['nofile'] or 'unlimited'}",
+def _judge_rank(one: RankFacts) -> Iterator[Row]:
+    cores, nodes, limited = one["cores"], one["nodes"], one["limits"]["cores"] or 0
+    on = [node for node, of_node in nodes.items() if set(of_node) & set(cores)]
+    if len(nodes) < 2:
+        yield Row("NUMA", "one node")
+    elif len(on) < 2:
+        yield Row("NUMA", f"on node {', '.join(on)}")
+    else:
+        fix = (
+            f"memory of another node is slower: for work on the CPU start {len(on)} ranks a host, one a node"
+            f" (islands={len(on)}), or numactl --cpunodebind=0 --membind=0"
         )
-        for one in all_facts
-    )
-    if any(one["infiniband"] and (one["memlock"] or 2**60) < MEMLOCK_BYTES for one in all_facts):
+        yield Row("NUMA", f"on node {', '.join(on)}: spread over nodes", "note", fix)
+    many = [f"{n}={v}" for n, v in one["threads"].items() if (parse_count(v) or 0) > len(cores)]
+    if many:
+        fix = f"unset it, or set it to the cores of a rank: {len(cores)}"
+        yield Row("threads", f"{', '.join(many)} on {len(cores)} cores", "warning", fix)
+    if 0 < limited < len(cores):
+        num_cores = max(1, int(limited))
+        fix = (
+            "the kernel stops the threads for a part of every 0.1 s: ask for more (docker --cpus, Slurm"
+            f" --cpus-per-task), or bind to {num_cores} cores: taskset -c 0-{num_cores - 1}"
+        )
+        finding = f"{limited:g} cores of time, {len(cores)} are visible"
+        yield Row("CPU quota", finding, "warning", fix)
+    else:
+        yield Row("CPU quota", "none below the number of visible cores")
+    memlock = "unlimited" if one["memlock"] is None else bytes_text(one["memlock"])
+    finding = f"memlock {memlock}, open files {one['nofile'] or 'unlimited'}"
+    if one["infiniband"] and (one["memlock"] or 2**60) < MEMLOCK_BYTES:
         fix = (
             "InfiniBand pins memory: ulimit -l unlimited (limits.conf; Slurm: PropagateResourceLimitsExcept)"
         )
-        return Row("ulimits", finding, "wrong", fix)
-    fix = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
-    few = any((one["nofile"] or 2**60) < FEW_FILES for one in all_facts)
-    return Row("ulimits", finding, "warning", fix) if few else Row("ulimits", finding)
+        yield Row("ulimits", finding, "wrong", fix)
+    elif (one["nofile"] or 2**60) < FEW_FILES:
+        fix = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
+        yield Row("ulimits", finding, "warning", fix)
+    else:
+        yield Row("ulimits", finding)
+
+
+def _judge_host(one: RankFacts, num_ranks: int) -> Iterator[Row]:
+    total, limit = one["memory_bytes"] or 0, one["limits"]["memory_bytes"] or 2**62
+    finding = f"{bytes_text(one['available_bytes'] or 0)} free of {bytes_text(total)}"
+    if limit < total:
+        finding += f", limited to {bytes_text(limit)} by the cgroup"
+    # programs size caches by the memory they see; with a limit below half of it they are killed
+    fix = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
+    yield Row("memory", finding, "note", fix) if limit < total / 2 else Row("memory", finding)
+    free, size, needed = one["shm_free_bytes"], one["shm_bytes"], SHM_BYTES_PER_RANK * num_ranks
+    finding = f"{bytes_text(free)} free of {bytes_text(size)}" if size else "does not exist"
+    fix = (
+        f"MPI needs {bytes_text(needed)} there for the ranks of a host: docker --shm-size=1g, or"
+        " mount -o remount,size=1G /dev/shm; remove files that dead runs left in it"
+    )
+    yield Row("/dev/shm", finding, "warning", fix) if free < needed else Row("/dev/shm", finding)

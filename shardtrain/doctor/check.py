@@ -1,7 +1,7 @@
 """The interface of a check: `collect` gathers facts on every rank, `evaluate` converts them to rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,11 +111,12 @@ class RankFacts(Facts):
         self.rank, self.name, self.host = rank, name, host
 
 
-def join_texts(texts: Iterable[tuple[str, str]]) -> str:
+def join_texts(texts: Iterable[tuple[str, str]], *, named: bool = False) -> str:
     """Join the texts of several ranks or hosts; equal texts appear once, after all of their names.
 
     Args:
       texts: (name, text).
+      named: whether a single text has its names too.
 
     >>> join_texts([("a", "1 core"), ("b", "1 core")]), join_texts([("a", "x"), ("b", "y"), ("c", "x")])
     ('1 core', 'a, c: x; b: y')
@@ -123,7 +124,7 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
     groups: dict[str, list[str]] = {}
     for name, text in texts:
         groups.setdefault(text, []).append(name)
-    if len(groups) == 1:
+    if len(groups) == 1 and not named:
         return next(iter(groups))
     return "; ".join(f"{some(names, MOST_NAMES)}: {text}" for text, names in groups.items())
 
@@ -131,6 +132,27 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
 def group_by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Group ranks by host."""
     return {h: [one for one in all_facts if one.host == h] for h in dict.fromkeys(o.host for o in all_facts)}
+
+
+def first_ranks(all_facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """Return the facts of the first rank of each host, under the name of the host."""
+    return [
+        RankFacts(ranks[0].rank, host, host, ranks[0]) for host, ranks in group_by_host(all_facts).items()
+    ]
+
+
+def merge_rows(all_facts: Sequence[RankFacts], judge: Callable[[RankFacts], Iterable[Row]]) -> list[Row]:
+    """Judge each rank by itself, and merge the rows of each item: all findings, the worst status, its fix."""
+    found: dict[str, list[tuple[str, Row]]] = {}
+    for one in all_facts:
+        for row in judge(one):
+            found.setdefault(row.item, []).append((one.name, row))
+    rows = []
+    for named in found.values():
+        worst = max((row for _, row in named), key=lambda row: STATUSES.index(row.status))
+        texts = ((name, row.finding) for name, row in named)
+        rows.append(replace(worst, finding=join_texts(texts, named=len(named) < len(all_facts))))
+    return rows
 
 
 def time_text(seconds: float) -> str:

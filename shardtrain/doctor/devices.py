@@ -8,10 +8,11 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 
-from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, group_by_host, join_texts
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, group_by_host, merge_rows
 from shardtrain.doctor.start import run_child
 from shardtrain.islands.binding import parse_devices
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
@@ -26,6 +27,7 @@ CHILD_SECONDS = 90.0
 BUSY_SHARE = 0.1
 """Used fraction of a GPU's memory above which another process must be using it."""
 
+TRY_CUDA = "see python -c 'import jax; jax.devices(\"cuda\")'"
 PROGRAM = """
 import json, jax
 def describe(device):
@@ -125,44 +127,54 @@ def find_uuids(gpus: Sequence[Facts], names: Sequence[str] | None) -> list[str]:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for devices that jax sees, devices that it should see, and shared GPUs."""
-    rows = [_check_seen(all_facts), *_check_unused(all_facts)]
-    if short := [(one.name, text) for one in all_facts if (text := _describe_missing_gpus(one))]:
-        fix = (
-            "ask the launcher for as many as jax is to use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
-            " an allocated GPU that jax does not see is broken or in use: run nvidia-smi on that host"
-        )
-        rows.append(Row("visible GPUs", join_texts(short), "wrong", fix))
-    rows += [row for ranks in group_by_host(all_facts).values() for row in _check_shared(ranks)]
-    visible = {
-        f"{o.host} GPU {g['index']}": g for o in all_facts for g in o["gpus"] if g["uuid"] in o["uuids"]
-    }
-    if busy := [
-        (where, f"{bytes_text(gpu['used_bytes'])} of {bytes_text(gpu['memory_bytes'])}")
-        for where, gpu in visible.items()
-        if gpu["used_bytes"] > BUSY_SHARE * gpu["memory_bytes"]
-    ]:
-        fix = "another process uses it: see nvidia-smi, and end processes left by an earlier run"
-        rows.append(Row("memory taken", join_texts(busy), "warning", fix))
-    closed = [(one.name, f"{one['closed']} GPUs cannot be opened") for one in all_facts if one["closed"]]
-    if closed and not any(_count_gpus_seen(one) for one in all_facts):
-        fix = "the batch system allocated none (--gres=gpu:N asks for N), or /dev/nvidia0 has another group"
-        rows.append(Row("rights", join_texts(closed), "warning", fix))
-    return rows
+    rows = merge_rows(all_facts, _judge)
+    platforms = {each["platform"] for one in all_facts for each in one["seen"].get("devices", ())[:1]}
+    if len(platforms) > 1 and rows[0].status == "ok":
+        fix = "nothing if unequal islands are intended; otherwise see the row below or the host's driver"
+        rows[0] = replace(rows[0], status="note", fix=fix)
+    return rows + [row for ranks in group_by_host(all_facts).values() for row in _check_shared(ranks)]
 
 
-def _check_seen(all_facts: Sequence[RankFacts]) -> Row:
-    seen = {one.name: one["seen"] for one in all_facts}
-    if broken := [(name, str(seen["died"])) for name, seen in seen.items() if "devices" not in seen]:
+def _judge(one: RankFacts) -> Iterator[Row]:
+    devices, visible, plugin = one["seen"].get("devices"), one["visible"], one["plugin"]
+    num_seen = _count_gpus_seen(one)
+    if devices is None:
         fix = (
             "to see all of its error: python -c 'import jax; print(jax.devices())'; JAX_PLATFORMS must name"
             " platforms that exist, and a GPU's driver must be new enough for jax's plugin"
         )
-        return Row("seen by jax", f"jax does not start: {join_texts(broken)}", "wrong", fix)
-    finding = join_texts((name, format_devices(seen["devices"])) for name, seen in seen.items())
-    if len({seen["devices"][0]["platform"] for seen in seen.values()}) > 1:
-        fix = "nothing if unequal islands are intended; otherwise see the row below or the host's driver"
-        return Row("seen by jax", finding, "note", fix)
-    return Row("seen by jax", finding)
+        yield Row("seen by jax", f"jax does not start: {one['seen']['died']}", "wrong", fix)
+    else:
+        yield Row("seen by jax", format_devices(devices))
+    if devices and not num_seen and one["nodes"] and visible != []:
+        finding = f"{one['nodes']} GPUs exist (driver {one['driver']}), but jax runs on the CPU"
+        status, fix = "wrong", f"{plugin} is installed and does not work: {TRY_CUDA}"
+        if one["cpu_wanted"]:
+            status, fix = "note", "nothing if intended: JAX_PLATFORMS=cpu is set; unset it to use the GPUs"
+        elif plugin is None:
+            major = 13 if int((one["driver"] or "0").partition(".")[0]) >= 580 else 12
+            fix = f'install jax\'s CUDA plugin beside it: uv pip install "jax[cuda{major}]"'
+        yield Row("GPUs not used", finding, status, fix)
+    given, by = one["slurm"], "Slurm"
+    if visible is not None:
+        given, by = len(visible), "CUDA_VISIBLE_DEVICES"
+    elif given is None and one["gpus"]:
+        given, by = len(one["gpus"]), "nvidia-smi"
+    if num_seen and given not in (None, num_seen):
+        fix = (
+            "ask the launcher for as many as jax is to use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
+            " an allocated GPU that jax does not see is broken or in use: run nvidia-smi on that host"
+        )
+        yield Row("visible GPUs", f"{by} names {given} GPUs, jax sees {num_seen}", "wrong", fix)
+    own = [gpu for gpu in one["gpus"] if gpu["uuid"] in one["uuids"]]
+    if taken := [gpu for gpu in own if gpu["used_bytes"] > BUSY_SHARE * gpu["memory_bytes"]]:
+        fix = "another process uses it: see nvidia-smi, and end processes left by an earlier run"
+        sizes = [f"{bytes_text(gpu['used_bytes'])} of {bytes_text(gpu['memory_bytes'])}" for gpu in taken]
+        texts = [f"GPU {gpu['index']}: {size}" for gpu, size in zip(taken, sizes, strict=True)]
+        yield Row("memory taken", ", ".join(texts), "warning", fix)
+    if one["closed"] and not num_seen:
+        fix = "the batch system allocated none (--gres=gpu:N asks for N), or /dev/nvidia0 has another group"
+        yield Row("rights", f"{one['closed']} GPUs cannot be opened", "warning", fix)
 
 
 def format_devices(devices: Sequence[Facts]) -> str:
@@ -178,35 +190,6 @@ def format_devices(devices: Sequence[Facts]) -> str:
 
 def _count_gpus_seen(facts: Facts) -> int:
     return sum(device["platform"] in ("gpu", "cuda") for device in facts["seen"].get("devices", ()))
-
-
-def _check_unused(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return a row if jax runs on the CPU although ranks may use GPUs."""
-    may = [one for one in all_facts if one["nodes"] and one["visible"] != [] and "devices" in one["seen"]]
-    idle = [one for one in may if not _count_gpus_seen(one)]
-    if not idle:
-        return []
-    facts, where = idle[0], some([one.name for one in idle])
-    finding = f"{where}: {facts['nodes']} GPUs exist (driver {facts['driver']}), but jax runs on the CPU"
-    if facts["cpu_wanted"]:
-        fix = "nothing if intended: JAX_PLATFORMS=cpu (or --cpu-devices) is set; unset it to use the GPUs"
-        return [Row("GPUs not used", finding, "note", fix)]
-    fix = f"{facts['plugin']} is installed and does not work: python -c 'import jax; jax.devices(\"cuda\")'"
-    if facts["plugin"] is None:
-        major = 13 if int((facts["driver"] or "0").partition(".")[0]) >= 580 else 12
-        fix = f'install jax\'s CUDA plugin beside it: uv pip install "jax[cuda{major}]"'
-    return [Row("GPUs not used", finding, "wrong", fix)]
-
-
-def _describe_missing_gpus(facts: Facts) -> str | None:
-    """Return a message if a rank sees another number of GPUs than were allocated to it; None otherwise."""
-    seen, visible = _count_gpus_seen(facts), facts["visible"]
-    given, by = facts["slurm"], "Slurm"
-    if visible is not None:
-        given, by = len(visible), "CUDA_VISIBLE_DEVICES"
-    elif given is None and facts["gpus"]:
-        given, by = len(facts["gpus"]), "nvidia-smi"
-    return f"{by} names {given} GPUs, jax sees {seen}" if seen and given not in (None, seen) else None
 
 
 def _check_shared(ranks: Sequence[RankFacts]) -> list[Row]:

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -21,8 +20,8 @@ from shardtrain.doctor.check import (
     RankContext,
     RankFacts,
     Row,
-    group_by_host,
-    join_texts,
+    first_ranks,
+    merge_rows,
     rate_text,
     time_text,
 )
@@ -314,50 +313,52 @@ def wait_for(path: Path, until: float) -> float | None:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for the folder, its visibility on all ranks, its space, and each probe."""
-    hosts = [ranks[0] for ranks in group_by_host(all_facts).values()]
-    if refused := [(one.name, one["error"]) for one in all_facts if one["error"]]:
-        finding = f"{all_facts[0]['base']} cannot be written: {join_texts(refused)}"
-        rows = [Row("run folder", finding, "wrong", fix_for(refused))]
-    else:
-        rows = [_check_folder(hosts)]
+    rows = merge_rows(all_facts, lambda one: [_judge_folder(one)])
     if len(all_facts) > 1 and "unseen" in all_facts[0]:
         rows.append(_check_shared(all_facts))
-    if spaces := [(one.host, one["space"]) for one in hosts if one.get("space", {}).get("size_bytes")]:
-        rows.append(_check_space(spaces))
-    results = {
-        item: {o.host: o["probes"][item] for o in hosts if item in o.get("probes", ())} for item in PROBES
-    }
-    return rows + [_check_probe(item, found) for item, found in results.items() if found]
+    return rows + merge_rows(first_ranks(all_facts), _judge_host)
 
 
-def _check_probe(item: str, results: Mapping[str, Facts]) -> Row:
-    if errors := [(host, result["error"]) for host, result in results.items() if "error" in result]:
+def _judge_folder(one: RankFacts) -> Row:
+    if error := one["error"]:
+        return Row("run folder", f"{one['base']} cannot be written: {error}", "wrong", fix_for(error))
+    mount, there = one["mount"], "" if one["there"] else f" ({one['path']} does not exist yet)"
+    finding = f"{one['base']}{there} on {mount['type']} of {mount['source']}"
+    lost = TEMPORARY.get(mount["type"])
+    fix = f"copy what you need from it, or give another --run-dir: {lost}"
+    return Row("run folder", finding, "note", fix) if lost else Row("run folder", finding)
+
+
+def _judge_host(one: RankFacts) -> Iterator[Row]:
+    if (space := one.get("space", {})).get("size_bytes"):
+        free, inodes = space["free_bytes"], space["free_inodes"]
+        names = "" if inodes is None else f", room for {inodes:,} more files"
+        finding = f"{bytes_text(free)} free of {bytes_text(space['size_bytes'])}{names}"
+        fix = (
+            "a checkpoint needs 12 bytes a parameter with Adam, and is written before the last is deleted:"
+            f" {bytes_text(free)} hold two of {free // 24:,} parameters; delete old files, or give another"
+            " --run-dir"
+        )
+        is_small = free < FREE_BYTES or (inodes is not None and inodes < FREE_INODES)
+        yield Row("space", finding, "warning", fix) if is_small else Row("space", finding)
+    for item, result in one.get("probes", {}).items():
         status = "warning" if item == "lock" else "wrong"
-        return Row(item, f"fails: {join_texts(errors)}", status, fix_for(errors))
-    judged = {host: PROBES[item][1](result) for host, result in results.items()}
-    finding = join_texts((host, text) for host, (text, _) in judged.items())
-    fix = next((fix for _, fix in judged.values() if fix), "")
-    return Row(item, finding, "wrong" if item == "rename" else "warning", fix) if fix else Row(item, finding)
+        if error := result.get("error"):
+            yield Row(item, f"fails: {error}", status, fix_for(error))
+            continue
+        finding, fix = PROBES[item][1](result)
+        status = "wrong" if item == "rename" else "warning"
+        yield Row(item, finding, status, fix) if fix else Row(item, finding)
 
 
-def fix_for(errors: Sequence[tuple[str, str]]) -> str:
-    """Return the fix for the first error of the operating system.
+def fix_for(error: str) -> str:
+    """Return the fix for an error of the operating system.
 
-    >>> fix_for([("a", "EROFS: Read-only file system")])[:24]
+    >>> fix_for("EROFS: Read-only file system")[:24]
     'it is mounted read-only:'
     """
-    name = errors[0][1].partition(":")[0]
-    return FIXES.get(name, "give --run-dir a folder on another file system, or repair this one")
-
-
-def _check_folder(hosts: Sequence[RankFacts]) -> Row:
-    texts, lost = [], None
-    for one in hosts:
-        mount, there = one["mount"], "" if one["there"] else f" ({one['path']} does not exist yet)"
-        texts.append((one.host, f"{one['base']}{there} on {mount['type']} of {mount['source']}"))
-        lost = lost or TEMPORARY.get(mount["type"])
-    row, fix = Row("run folder", join_texts(texts)), f"copy what you need, or give another --run-dir: {lost}"
-    return replace(row, status="note", fix=fix) if lost else row
+    default = "give --run-dir a folder on another file system, or repair this one"
+    return FIXES.get(error.partition(":")[0], default)
 
 
 def _check_shared(all_facts: Sequence[RankFacts]) -> Row:
@@ -380,21 +381,3 @@ def _check_shared(all_facts: Sequence[RankFacts]) -> Row:
         finding += f"; the lock of {first.name} is not seen by {some(unlocked)}"
         return Row("shared", finding, "warning", fix)
     return Row("shared", f"{finding}, and its lock")
-
-
-def _check_space(spaces: Sequence[tuple[str, Facts]]) -> Row:
-    texts, small = [], None
-    for host, space in spaces:
-        free, inodes = space["free_bytes"], space["free_inodes"]
-        names = "" if inodes is None else f", room for {inodes:,} more files"
-        texts.append((host, f"{bytes_text(free)} free of {bytes_text(space['size_bytes'])}{names}"))
-        if small is None and (free < FREE_BYTES or (inodes is not None and inodes < FREE_INODES)):
-            small = free
-    if small is None:
-        return Row("space", join_texts(texts))
-    fix = (
-        "a checkpoint needs 12 bytes a parameter with Adam, and is written before the last is deleted:"
-        f" {bytes_text(small)} hold two of {small // 24:,} parameters; delete old files,"
-        " or give another --run-dir"
-    )
-    return Row("space", join_texts(texts), "warning", fix)

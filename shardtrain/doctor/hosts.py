@@ -7,7 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, group_by_host, join_texts, time_text
+from shardtrain.doctor.check import (
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    first_ranks,
+    group_by_host,
+    merge_rows,
+    time_text,
+)
 from shardtrain.system.excerpts import some
 
 SLOW_SECONDS = 1.0
@@ -66,8 +75,9 @@ def resolve(name: str) -> Facts:
 
 def evaluate_names(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for own names, other hosts' names, and clocks."""
-    firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
-    rows = [_check_own(firsts), *_check_doubles(firsts)]
+    firsts = first_ranks(all_facts)
+    rows = merge_rows(firsts, lambda one: [_judge_own(one, is_alone=len(firsts) == 1)])
+    rows += _check_doubles(firsts)
     slowest, host, name = max(
         (answer["seconds"], one.host, name)
         for one in firsts
@@ -81,23 +91,23 @@ def evaluate_names(all_facts: Sequence[RankFacts]) -> list[Row]:
     return [*rows, _check_others(firsts), _check_clocks(all_facts)] if len(firsts) > 1 else rows
 
 
-def _check_own(firsts: Sequence[RankFacts]) -> Row:
-    finding = join_texts((one.host, f"{one['name']} is {_addresses_text(one['own'])}") for one in firsts)
-    for one in firsts:
-        if not one["own"]["addresses"]:
-            line = f"'10.0.0.7 {one['name']}', with its own address, in /etc/hosts of every host"
-            return Row("own name", finding, "wrong", f"give it an address: a line such as {line}")
-    looped = next((one for one in firsts if _is_loopback(one["own"])), None)
-    if looped and len(firsts) > 1:
-        name = looped["name"]
-        fix = (
-            f"other hosts cannot reach the address that jax.distributed and MPI would use for {name}: in its"
-            f" /etc/hosts take {name} off the line of {looped['own']['addresses'][0]}, and add a line with"
-            f" the address that the others use, such as '10.0.0.7 {name}'"
-        )
-        return Row("own name", finding, "wrong", fix)
-    fix = "nothing for one host; with several its name must resolve to an address that the others reach"
-    return Row("own name", finding, "note", fix) if looped else Row("own name", finding)
+def _judge_own(one: RankFacts, *, is_alone: bool) -> Row:
+    name, addresses = one["name"], one["own"]["addresses"]
+    finding = f"{name} is {_addresses_text(one['own'])}"
+    if not addresses:
+        line = f"'10.0.0.7 {name}', with its own address, in /etc/hosts of every host"
+        return Row("own name", finding, "wrong", f"give it an address: a line such as {line}")
+    if not _is_loopback(one["own"]):
+        return Row("own name", finding)
+    if is_alone:
+        fix = "nothing for one host; with several its name must resolve to an address that the others reach"
+        return Row("own name", finding, "note", fix)
+    fix = (
+        f"other hosts cannot reach the address that jax.distributed and MPI would use for {name}: in its"
+        f" /etc/hosts take {name} off the line of {addresses[0]}, and add a line with the address that the"
+        f" others use, such as '10.0.0.7 {name}'"
+    )
+    return Row("own name", finding, "wrong", fix)
 
 
 def _is_loopback(answer: Mapping) -> bool:
@@ -204,7 +214,7 @@ def connect(address: str, port: int) -> Facts:
 
 def evaluate_ports(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for listening and for connecting."""
-    firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
+    firsts = first_ranks(all_facts)
     if refused := [f"{one.host}: {one['listens']}" for one in firsts if one["listens"]]:
         fix = "allow programs to listen there: ask the administrator, or change the container's network mode"
         return [Row("listen", "; ".join(refused), "wrong", fix)]

@@ -3,10 +3,10 @@
 MPI and mpi4jax are tried in a child process, because incompatible libraries crash or hang.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, group_by_host, join_texts
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, first_ranks, merge_rows
 from shardtrain.doctor.devices import find_visible, wants_cpu
 from shardtrain.doctor.start import is_compatible, run_child
 from shardtrain.islands.device_memory import cuda_aware
@@ -76,27 +76,15 @@ def collect(context: RankContext) -> Facts:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for the launcher, the libraries, the mpiexec, and the test message."""
-    firsts = [ranks[0] for ranks in group_by_host(all_facts).values() if "child" in ranks[0]]
     rows = [_check_launcher(all_facts[0])]
     if problem := all_facts[0]["placement_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row("islands", problem, "wrong", fix))
-    if absent := [(one.host, ", ".join(one["absent"])) for one in all_facts if "absent" in one]:
-        finding = f"not installed: {join_texts(absent)}"
-        fix = "install shardtrain[mpi] (README, Installing)"
-        if all_facts[0]["told"][1] == 1:
-            fix = f"nothing for a single process, which needs none; for several {fix}"
-            rows.append(Row("library", finding, "note", fix))
-        else:
-            fix += ": launched ranks cannot communicate without it"
-            rows.append(Row("library", finding, "wrong", fix))
-    if firsts:
-        rows += [*_check_library(firsts), _check_mpi4jax(firsts), _check_mpiexec(firsts)]
-    words = {True: "accepts device memory", False: "does not accept device memory"}
-    if probed := [(one.host, words[one["cuda_aware"]]) for one in firsts if "cuda_aware" in one]:
-        fix = "nothing: arrays pass through host memory; an MPI and mpi4jax built for CUDA would save a copy"
-        row, lacks = Row("CUDA-aware", join_texts(probed)), any(text == words[False] for _, text in probed)
-        rows.append(replace(row, status="note", fix=fix) if lacks else row)
+    hosts = first_ranks(all_facts)
+    rows += merge_rows(hosts, _judge_host)
+    if len({_version_text(one) for one in hosts if "library" in one.get("child", ())}) > 1:
+        fix = "give every host the same MPI: different ones cannot communicate"
+        rows = [replace(row, status="wrong", fix=fix) if row.item == "library" else row for row in rows]
     return rows
 
 
@@ -121,66 +109,69 @@ def _check_launcher(facts: RankFacts) -> Row:
     return job if tasks > 1 else Row("launcher", finding)
 
 
-def _check_library(firsts: Sequence[RankFacts]) -> list[Row]:
-    """Return the rows for the MPI library of mpi4py, and its threads."""
-    children = [(one.host, one["child"]) for one in firsts]
-    if broken := [(host, str(child["died"])) for host, child in children if "library" not in child]:
+def _judge_host(one: RankFacts) -> Iterator[Row]:
+    if "absent" in one:
+        finding, fix = (
+            f"not installed: {', '.join(one['absent'])}",
+            "install shardtrain[mpi] (README, Installing)",
+        )
+        if one["told"][1] == 1:
+            fix = f"nothing for a single process, which needs none; for several {fix}"
+            yield Row("library", finding, "note", fix)
+        else:
+            fix += ": launched ranks cannot communicate without it"
+            yield Row("library", finding, "wrong", fix)
+    if "child" not in one:
+        return
+    child, mpiexec = one["child"], one["mpiexec"]
+    if "library" in child:
+        paths = ", ".join(child["mpi4py_libraries"])
+        yield Row("library", f"{_version_text(one)}, MPI {child['standard']}, {paths}")
+        yield _judge_mpi4jax(child)
+        if child["threads"] < 3:
+            fix = (
+                "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: threads call it"
+            )
+            yield Row("threads", THREAD_LEVELS[child["threads"]], "wrong", fix)
+    else:
         fix = "install mpi4py for this machine's MPI: uv sync for the bundled one, or README, Installing"
-        return [Row("library", f"mpi4py does not start: {join_texts(broken)}", "wrong", fix)]
-    # the first line without white space: "MPICH Version:      5.0.2, package ..."
-    version = {
-        host: " ".join(child["library"].strip("\0 \n").partition("\n")[0].split(", package")[0].split())
-        for host, child in children
-    }
-    finding = join_texts(
-        (host, f"{version[host]}, MPI {child['standard']}, {', '.join(child['mpi4py_libraries'])}")
-        for host, child in children
-    )
-    rows = [Row("library", finding)]
-    if len(set(version.values())) > 1:
-        fix = "give every host the same MPI: different ones cannot communicate"
-        rows = [Row("library", finding, "wrong", fix)]
-    if low := [(host, THREAD_LEVELS[child["threads"]]) for host, child in children if child["threads"] < 3]:
-        fix = "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: threads call it"
-        rows.append(Row("threads", join_texts(low), "wrong", fix))
-    return rows
+        yield Row("library", f"mpi4py does not start: {child['died']}", "wrong", fix)
+        yield Row("mpi4jax", "not tried: mpi4py does not start")
+    vendor = find_vendor(child.get("library", ""))
+    if "error" in mpiexec:
+        fix = "install shardtrain[mpi], which has one, or launch with --mpiexec PATH; srun needs none"
+        yield Row("mpiexec", mpiexec["error"], "warning", fix)
+    else:
+        row = Row("mpiexec", "{path} ({flavour} {version})".format(**mpiexec))
+        fix = f"use the mpiexec of mpi4py's MPI ({vendor}); with this one each rank would be alone"
+        fits = is_compatible(mpiexec["flavour"], vendor)
+        yield row if fits else replace(row, status="warning", fix=fix)
+    if one.get("cuda_aware") is False:
+        fix = "nothing: arrays pass through host memory; an MPI and mpi4jax built for CUDA would save a copy"
+        yield Row("CUDA-aware", "does not accept device memory", "note", fix)
+    elif "cuda_aware" in one:
+        yield Row("CUDA-aware", "accepts device memory")
 
 
-def _check_mpi4jax(firsts: Sequence[RankFacts]) -> Row:
+def _version_text(one: RankFacts) -> str:
+    """Return the first line of the version, such as "MPICH Version:      5.0.2, package ...", shortened."""
+    first = one["child"]["library"].strip("\0 \n").partition("\n")[0]
+    return " ".join(first.partition(", package")[0].split())
+
+
+def _judge_mpi4jax(child: Facts) -> Row:
     """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
-    children = [(one.host, one["child"]) for one in firsts if "library" in one["child"]]
     rebuild = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
     # two MPIs in one process may exchange an array by luck, but not reliably
-    if two := [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]:
-        return Row("mpi4jax", f"mpi4py and mpi4jax load different MPIs: {join_texts(two)}", "wrong", rebuild)
+    if len(libraries := child.get("libraries", ())) > 1:
+        finding = f"mpi4py and mpi4jax load different MPIs: {', '.join(libraries)}"
+        return Row("mpi4jax", finding, "wrong", rebuild)
     # it does not load, or the test array did not come back as it was sent
-    failed = [(host, str(c["died"] or "it came back modified")) for host, c in children if not c.get("moved")]
-    if failed:
-        loads = all("mpi4jax" in child for _, child in children)
-        what = "an array sent to itself" if loads else "it does not load"
-        return Row("mpi4jax", f"{what}: {join_texts(failed)}", "wrong", rebuild)
-    finding = join_texts(
-        (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
-        for host, child in children
-    )
-    if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
+    if not child.get("moved"):
+        what = "an array sent to itself" if "mpi4jax" in child else "it does not load"
+        return Row("mpi4jax", f"{what}: {child['died'] or 'it came back modified'}", "wrong", rebuild)
+    finding = f"{child['mpi4jax']} loads the same MPI; an array passed through it"
+    if child["warnings"]:
         fix = "keep the versions of jax and mpi4jax that uv sync installs"
-        return Row("mpi4jax", f"{finding}; it warns: {join_texts(warned)}", "note", fix)
-    return Row("mpi4jax", finding or "not tried: mpi4py does not start")
-
-
-def _check_mpiexec(firsts: Sequence[RankFacts]) -> Row:
-    """Return the row for the mpiexec that `shardtrain launch` uses."""
-    found = [(one.host, one["mpiexec"], one["child"].get("library")) for one in firsts]
-    finding = join_texts(
-        (host, program.get("error") or "{path} ({flavour} {version})".format(**program))
-        for host, program, _ in found
-    )
-    if any("error" in program for _, program, _ in found):
-        fix = "install shardtrain[mpi], which has one, or launch with --mpiexec PATH; srun needs none"
-        return Row("mpiexec", finding, "warning", fix)
-    for _, program, library in found:
-        if library is not None and not is_compatible(program["flavour"], vendor := find_vendor(library)):
-            fix = f"use the mpiexec of mpi4py's MPI ({vendor}); with this one each rank would be alone"
-            return Row("mpiexec", finding, "warning", fix)
-    return Row("mpiexec", finding)
+        return Row("mpi4jax", f"{finding}; it warns: {child['warnings'][0][:200]}", "note", fix)
+    return Row("mpi4jax", finding)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, join_texts
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, merge_rows
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 from shardtrain.islands.rank_facts import flags, versions
@@ -35,11 +35,22 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
         _find_differences(all_facts, "flags")
         or Row("flags", ", ".join(xla) or "no XLA flag that changes results"),
     ]
-    python = Row("python", join_texts((one.name, one["python"]) for one in all_facts))
+    rows += merge_rows(all_facts, _judge)
     if len({one["python"] for one in all_facts}) > 1:
         fix = "nothing while their packages are equal; one environment on a shared file system ensures that"
-        python = replace(python, status="note", fix=fix)
-    return [*rows, python, _check_system(all_facts)]
+        rows[2] = replace(rows[2], status="note", fix=fix)
+    drivers = {one["driver"] for one in all_facts if one["driver"]}
+    if len(drivers) > 1:
+        fix = f"install one GPU driver on all hosts (now {some(sorted(drivers))}): NCCL expects that"
+        rows[3] = replace(rows[3], status="warning", fix=fix)
+    elif len({tuple(one[n] for n in SYSTEM) for one in all_facts}) > 1:
+        fix = "nothing: different hosts may round the last bits differently"
+        rows[3] = replace(rows[3], status="note", fix=fix)
+    return rows
+
+
+def _judge(one: RankFacts) -> list[Row]:
+    return [Row("python", one["python"]), Row("system", ", ".join(one[n] for n in SYSTEM if one[n]))]
 
 
 def _find_differences(all_facts: Sequence[RankFacts], kind: str) -> Row | None:
@@ -52,15 +63,3 @@ def _find_differences(all_facts: Sequence[RankFacts], kind: str) -> Row | None:
     finding = "; ".join(line for line in lines if not line.startswith("->"))
     fix = "; ".join(line[3:] for line in lines if line.startswith("->"))
     return Row({"versions": "packages"}.get(kind, kind), finding, "wrong", fix)
-
-
-def _check_system(all_facts: Sequence[RankFacts]) -> Row:
-    finding = join_texts((one.name, ", ".join(one[n] for n in SYSTEM if one[n])) for one in all_facts)
-    drivers = {one["driver"] for one in all_facts if one["driver"]}
-    if len(drivers) > 1:
-        fix = f"install one GPU driver on all hosts (now {some(sorted(drivers))}): NCCL expects that"
-        return Row("system", finding, "warning", fix)
-    if len({tuple(one[n] for n in SYSTEM) for one in all_facts}) > 1:
-        fix = "nothing: different hosts may round the last bits differently"
-        return Row("system", finding, "note", fix)
-    return Row("system", finding)

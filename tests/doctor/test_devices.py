@@ -48,7 +48,7 @@ def test_gpus_that_jax_does_not_use_are_told_with_the_fix(told, by_what, changes
     row = by_what(evaluate(told([rank(0, **changes)], "a")))["GPUs not used"]
     assert row.status == verdict
     assert do in row.fix
-    assert row.finding.startswith("rank 0: 4 GPUs exist")
+    assert row.finding.startswith("4 GPUs exist")
 
 
 def test_a_rank_that_was_given_no_gpu_may_use_the_cpu(told, by_what):
@@ -79,14 +79,18 @@ def test_ranks_that_share_a_gpu_are_wrong_where_others_idle_and_warned_where_the
 def test_memory_that_another_has_taken_is_a_warning(told, by_what):
     taken = [{**GPUS[0], "used_bytes": 40 * 2**30}, *GPUS[1:]]
     row = by_what(evaluate(told([rank(1, ["0"], gpus=taken)], "a")))["memory taken"]
-    assert (row.status, row.finding) == ("warning", "40.0 GiB of 80.0 GiB")
+    assert (row.status, row.finding) == ("warning", "GPU 0: 40.0 GiB of 80.0 GiB")
     assert "memory taken" not in by_what(evaluate(told([rank(1, ["1"], gpus=taken)], "a")))
 
 
 def test_jax_that_does_not_start_is_wrong(told, by_what):
     broken = {**rank(0), "seen": {"died": "it was ended by SIGABRT"}}
     row = by_what(evaluate(told([broken, rank(1, ["0"])], "ab")))["seen by jax"]
-    assert (row.status, row.finding) == ("wrong", "jax does not start: it was ended by SIGABRT")
+    assert (row.status, row.finding) == (
+        "wrong",
+        "rank 0: jax does not start: it was ended by SIGABRT;"
+        " rank 1: 1 x NVIDIA H100 80GB HBM3 (60.0 GiB usable)",
+    )
 
 
 def test_islands_on_different_devices_are_a_note(told, by_what):
