@@ -4,7 +4,7 @@ Pairs without a common rank are measured at the same time, as in a run.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -98,16 +98,22 @@ def _measure_rank_pairs(context: RankContext) -> dict[str, list[float]]:
 
 
 def _measure_exchange(comm: Any, other: int) -> list[float]:
-    figures = []
-    for num_bytes, repeats in ((PING_BYTES, NUM_PINGS), (BRIDGE_BYTES, NUM_MESSAGES)):
+    def measure(num_bytes: int, repeats: int) -> float:
         sent, got = bytearray(num_bytes), bytearray(num_bytes)
-        seconds = []
-        for _ in range(repeats + 1):
-            began = time.perf_counter()
-            comm.Sendrecv(sent, other, 0, got, other, 0)
-            seconds.append(time.perf_counter() - began)
-        figures.append(min(seconds[1:]))
-    return [figures[0], BRIDGE_BYTES / figures[1]]
+        return _fastest(lambda: comm.Sendrecv(sent, other, 0, got, other, 0), repeats)
+
+    return [measure(PING_BYTES, NUM_PINGS), BRIDGE_BYTES / measure(BRIDGE_BYTES, NUM_MESSAGES)]
+
+
+def _fastest(call: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Return the seconds of the fastest call after the first: every rank repeats it equally often."""
+    seconds = []
+    for _ in range(repeats + 1):
+        before()
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def _measure_bridge(context: RankContext) -> float:
@@ -120,14 +126,8 @@ def _measure_bridge(context: RankContext) -> float:
     group = MpiGroup(context.comm)
     x = jax.device_put(np.ones(BRIDGE_BYTES // 4, np.float32), jax.local_devices(backend="cpu")[0])
     add = jax.jit(group.all_reduce)
-    # every rank repeats it the same number of times, whatever its clock shows
-    seconds = []
-    for _ in range(NUM_MESSAGES + 1):
-        context.comm.Barrier()
-        began = time.perf_counter()
-        jax.block_until_ready(add(x))
-        seconds.append(time.perf_counter() - began)
-    return BRIDGE_BYTES / min(seconds[1:])
+    run = lambda: jax.block_until_ready(add(x))  # noqa: E731
+    return BRIDGE_BYTES / _fastest(run, NUM_MESSAGES, before=context.comm.Barrier)
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
