@@ -33,7 +33,6 @@ def collect(context: RankContext) -> Facts:
     facts: Facts = {
         "platform": devices[0].platform,
         "pairs": {f"{a} - {b}": measure_permute([devices[a], devices[b]], num_bytes) for a, b in pairs},
-        "all_reduce": measure_all_reduce(devices, num_bytes) if len(devices) > 1 else None,
     }
     context.control.all_gather("devices are measured")
     if context.comm is None:
@@ -56,29 +55,17 @@ def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
 def measure_permute(devices: Sequence[Any], num_bytes: int) -> float:
     """Measure the bytes per second that each of two devices sends to the other."""
     import jax
-
-    swap = _run_on_mesh(devices, num_bytes, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]))
-    return num_bytes / best(swap)
-
-
-def measure_all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
-    """Measure the bytes per second of a sum over all devices, relative to one device's array."""
-    import jax
-
-    return num_bytes / best(_run_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
-
-
-def _run_on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
-    import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(devices), ("data",))
-    spec = PartitionSpec("data")
-    values = np.ones((len(devices), num_bytes // 4), np.float32)
-    x = jax.device_put(values, NamedSharding(mesh, spec))
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    return lambda: jax.block_until_ready(step(x))
+    mesh, spec = Mesh(np.array(devices), ("data",)), PartitionSpec("data")
+    x = jax.device_put(np.ones((2, num_bytes // 4), np.float32), NamedSharding(mesh, spec))
+    swap = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    step = jax.jit(swap)
+    return num_bytes / best(lambda: jax.block_until_ready(step(x)))
 
 
 def _measure_rank_pairs(context: RankContext) -> dict[str, list[float]]:
@@ -154,8 +141,7 @@ def _check_devices(all_facts: Sequence[RankFacts]) -> list[Row]:
     rates = {f"{one.name} {pair}": rate for one in all_facts for pair, rate in one["pairs"].items()}
     if not rates:
         return []
-    sums = spread_text([one["all_reduce"] for one in all_facts if one["all_reduce"]], "B")
-    finding = f"{_pairs_text(len(rates))}: {spread_text(rates.values(), 'B')}; sums over all: {sums}"
+    finding = f"{_pairs_text(len(rates))}: {spread_text(rates.values(), 'B')}"
     if any(one["platform"] == "cpu" for one in all_facts):
         return [Row("devices", f"{finding} (simulated devices: memory of the host)")]
     if slow := find_outliers(rates, OUTLIER_SHARE):

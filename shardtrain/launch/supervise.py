@@ -253,19 +253,15 @@ class LaunchedRanks:
 
 def _end_left_behind(logs: Path) -> None:
     """Kill `launch.rank` processes on this host that did not end with their launcher."""
-    pids = [pid for path in logs.glob("rank-*.json") if (pid := _read_keeper_pid(path)) is not None]
+    here = {socket.gethostname(), os.environ.get(HOST)}
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.json")]
+    pids = [record["pid"] for record in records if record["host"] in here]
     deadline = time.monotonic() + LEFT_BEHIND_SECONDS
     while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_SECONDS)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _read_keeper_pid(path: Path) -> int | None:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    here = {socket.gethostname(), os.environ.get(HOST)}
-    return record["pid"] if record["host"] in here else None
 
 
 def _is_keeper(pid: int) -> bool:

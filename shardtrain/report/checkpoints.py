@@ -121,7 +121,8 @@ def _list_row(reader: CheckpointReader, best: BestStep | None) -> tuple[Any, ...
     problems += [
         f"{name} has changed since it was saved"
         for part, (manifest, _) in read.items()
-        for name in (_list_other_sizes(reader.folders[part], manifest) if manifest else [])
+        for name, file in (manifest.files.items() if manifest else ())
+        if measure_file(reader.folders[part], name) != file.num_bytes
     ]
     if reader.missing:
         verb = "is" if len(reader.missing) == 1 else "are"
@@ -136,10 +137,6 @@ def _list_row(reader: CheckpointReader, best: BestStep | None) -> tuple[Any, ...
         _mesh((manifests[0].extra.get("run") or {}) if manifests else {}),
         "; ".join(problems or ["finished"]) + mark,
     )
-
-
-def _list_other_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    return [name for name, file in manifest.files.items() if measure_file(folder, name) != file.num_bytes]
 
 
 def _format_saved(manifest: Manifest, reader: CheckpointReader) -> str:

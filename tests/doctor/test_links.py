@@ -4,17 +4,14 @@ import jax
 
 from shardtrain.doctor.links import (
     evaluate,
-    measure_all_reduce,
     measure_permute,
 )
 
 
 def rank(partners, bridge=1e9, platform="cpu", pairs=None):
-    sums = 1e9 if pairs else None
     return {
         "platform": platform,
         "pairs": pairs or {},
-        "all_reduce": sums,
         "partners": partners,
         "bridge": bridge,
     }
@@ -62,4 +59,3 @@ def test_a_slow_pair_of_gpus_is_named(told, by_what):
 def test_devices_of_this_process_are_measured():
     devices = jax.local_devices()
     assert measure_permute([devices[0], devices[5]], 2**16) > 0
-    assert measure_all_reduce(devices, 2**12) > 0
