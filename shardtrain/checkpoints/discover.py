@@ -40,14 +40,9 @@ class DiscoveredCheckpoint:
     def reader(self, folders: Sequence[Path]) -> CheckpointReader:
         """Return a reader of its parts in these folders; of two saves of one step, the later."""
         mine = (self.step, self.num_parts, self.save_id)
-        found = [
-            each for each in visible_readers(*folders) if (each.step, each.num_parts, each.save_id) == mine
-        ]
-        return (
-            found[-1]
-            if found
-            else CheckpointReader(step=self.step or 0, folders={}, num_parts=self.num_parts)
-        )
+        none = CheckpointReader(step=self.step or 0, folders={}, num_parts=self.num_parts)
+        seen = reversed(visible_readers(*folders))
+        return next((each for each in seen if (each.step, each.num_parts, each.save_id) == mine), none)
 
 
 def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> DiscoveredCheckpoint:

@@ -119,17 +119,17 @@ class Evaluations:
     ) -> None:
         self._folder, self._policy, self._report, self._writes = folder, policy, report, writes
         # never changed in place: a thread that deletes old steps reads it
-        self._values: Mapping[int, Mapping[str, float]] = {}
+        self._steps = EvaluatedSteps(policy.best or "", policy.best_is, {})
         if policy.best is not None:
             try:
-                found = read_evaluations(folder)
-                self._values = {} if found is None else found.values
+                if (found := read_evaluations(folder)) is not None:
+                    self._steps = self._steps._replace(values=found.values)
             except (OSError, ValueError) as error:
                 report(f"WARNING: the best checkpoint so far is not known: {error}")
 
     def best(self, steps: Iterable[int]) -> int | None:
         """Return the best of some steps; None if none of them was evaluated."""
-        found = self._read_evaluated_steps().best(steps)
+        found = self._steps.best(steps)
         return None if found is None else found.step
 
     def is_best(self, values: Mapping[str, float]) -> bool:
@@ -137,7 +137,7 @@ class Evaluations:
         value = values.get(self._policy.best or "")
         if value is None or not math.isfinite(value):
             return False
-        best = self._read_evaluated_steps().best(self._values)
+        best = self._steps.best(self._steps.values)
         if best is None:
             return True
         return value < best.value if self._policy.best_is == "lowest" else value > best.value
@@ -153,22 +153,18 @@ class Evaluations:
         if self._policy.best is None:
             return
         there = set(saved)
-        kept = {
-            each: of for each, of in self._values.items() if each in there or each > max(there, default=-1)
-        }
+        newest = max(there, default=-1)
+        kept = {each: of for each, of in self._steps.values.items() if each in there or each > newest}
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._write({**kept, step: finite})
 
     def drop_after(self, step: int) -> None:
         """Forget later steps, because training continues after this one."""
-        if any(later > step for later in self._values):
-            self._write({each: of for each, of in self._values.items() if each <= step})
-
-    def _read_evaluated_steps(self) -> EvaluatedSteps:
-        return EvaluatedSteps(self._policy.best or "", self._policy.best_is, self._values)
+        if any(later > step for later in self._steps.values):
+            self._write({each: of for each, of in self._steps.values.items() if each <= step})
 
     def _write(self, values: Mapping[int, Mapping[str, float]]) -> None:
-        self._values = values
+        self._steps = self._steps._replace(values=values)
         if not self._writes:
             return
         steps = {str(step): dict(of_step) for step, of_step in sorted(values.items())}

@@ -8,14 +8,14 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.manifest_entries import File, Manifest, parse_manifest
 from shardtrain.checkpoints.paths import MANIFEST
 from shardtrain.system.atomic_write import sync
 from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
+from shardtrain.system.untrusted_files import crc32_of, open_inside, parse_json, special_files, stat_inside
 
 SCHEMA = 3
 
@@ -23,7 +23,6 @@ READABLE = (2, SCHEMA)
 """Schema 2 calls the origin of an array `lie`."""
 
 _MOST_BYTES = 1 << 28
-_CHUNK_BYTES = 1 << 22
 
 
 def write_manifest(step_folder: Path, manifest: Manifest) -> None:
@@ -52,7 +51,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
 
 def _file(path: Path) -> File:
     with path.open("rb") as file:
-        return File(num_bytes=path.stat().st_size, crc32=_crc32(file))
+        return File(num_bytes=path.stat().st_size, crc32=crc32_of(file))
 
 
 def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
@@ -123,15 +122,8 @@ def problems(step_folder: Path) -> list[str]:
 
 def _text(body: dict[str, Any]) -> str:
     """Return the canonical text of a manifest; any other text, even by a space, is not trusted."""
-    checksum = zlib.crc32(json.dumps(body).encode())
-    return json.dumps({"crc32": checksum, "body": body}, indent=1) + "\n"
-
-
-def _crc32(file: BinaryIO) -> int:
-    checksum = 0
-    while chunk := file.read(_CHUNK_BYTES):
-        checksum = zlib.crc32(chunk, checksum)
-    return checksum
+    crc32 = zlib.crc32(json.dumps(body).encode())
+    return json.dumps({"crc32": crc32, "body": body}, indent=1) + "\n"
 
 
 def measure_file(step_folder: Path, name: str) -> int:
@@ -148,7 +140,7 @@ def _find_file_problem(step_folder: Path, name: str, file: File) -> str:
         if num_bytes != file.num_bytes:
             return f"has {num_bytes} bytes, {file.num_bytes} were saved"
         with open_inside(step_folder, name) as opened:
-            same = _crc32(opened) == file.crc32
+            same = crc32_of(opened) == file.crc32
         return "" if same else f"has other contents than were saved ({num_bytes} bytes)"
     except FileNotFoundError:
         return f"is missing, {file.num_bytes} bytes were saved"

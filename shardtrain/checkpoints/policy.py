@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
 
 
@@ -43,20 +43,12 @@ class CheckpointPolicy:
     trained_only: bool = False
 
     def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        allowed = {
-            "every_steps": (self.every_steps is None or self.every_steps >= 1, "None, 1 or more"),
-            "every_minutes": (self.every_minutes is None or self.every_minutes > 0, "None, or more than 0"),
-            "keep": (self.keep >= 1, "1 or more"),
-            "keep_every": (self.keep_every is None or self.keep_every >= 1, "None, 1 or more"),
-            "best": (
-                self.best is None or self.best.startswith("heldout/"),
-                "None, or a held-out metric as it is logged: heldout/loss, heldout/NAME, heldout/SET/NAME",
-            ),
-        }
-        problems += [
-            f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok
-        ]
+        problems = wrong_types(self) + too_small(self, every_steps=1, keep=1, keep_every=1)
+        if self.every_minutes is not None and self.every_minutes <= 0:
+            problems.append(f"every_minutes is {self.every_minutes}; use None, or more than 0")
+        if self.best is not None and not self.best.startswith("heldout/"):
+            use = "a held-out metric as it is logged: heldout/loss, heldout/NAME, heldout/SET/NAME"
+            problems.append(f"best is {self.best}; use None, or {use}")
         refuse("checkpoints cannot be saved like this", problems)
 
 

@@ -150,7 +150,7 @@ class CheckpointReader:
         shape = tuple(i.stop - i.start for i in index)
         # find where each slice is stored, and start to read it into its place in one new array
         pieces, origin = self.stored_arrays[path], wanted.origin
-        num_saved = pieces[0].leaf.origin.num_replicas or 1
+        count = pieces[0].leaf.origin.num_replicas or 1
         files = self._files
         array = np.empty(shape, files.dtype(pieces[0], path))
         under_way = []
@@ -159,14 +159,13 @@ class CheckpointReader:
         rest = index[1:] if origin.counts_replicas else index
         for i, replica in enumerate(replicas):
             lead = (i,) if origin.counts_replicas else ()
-            for each in find_stored_slices(
-                pieces, origin, rest, replica % num_saved, partial(self._unseen, path)
-            ):
+            unseen = partial(self._unseen, path)
+            for target, piece, source in find_stored_slices(pieces, origin, rest, replica % count, unseen):
                 # rows of padding are not stored
-                if each.piece is None:
-                    array[(*lead, *each.target)] = np.zeros((), array.dtype)
+                if piece is None:
+                    array[(*lead, *target)] = np.zeros((), array.dtype)
                 else:
-                    under_way.append(files.start(each.piece, path, each.source, array, (*lead, *each.target)))
+                    under_way.append(files.start(piece, path, source, array, (*lead, *target)))
         return PendingRead(array, under_way)
 
     def _unseen(self, path: str, what: str) -> ValueError:

@@ -4,7 +4,6 @@ Blocks and replicas may have been saved in other parts and in another order. Nex
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,19 +13,10 @@ from shardtrain.checkpoints.manifest_entries import ArrayOrigin, Leaf
 Index = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class StoredSlice:
-    """A slice of the wanted array, and where it is stored.
+StoredSlice = tuple[Index, StoredArray | None, Index]
+"""(index of a slice in the wanted array, the stored array that has it, the index there).
 
-    Args:
-        target: index of the slice in the wanted array.
-        piece: the stored array that has it; None for rows of padding, which are zeros.
-        source: index of the slice in the stored array.
-    """
-
-    target: Index
-    piece: StoredArray | None
-    source: Index
+None stands for rows of padding, which are zeros."""
 
 
 def find_stored_slices(
@@ -55,7 +45,7 @@ def find_stored_slices(
     lead = (replica,) if mine[0].leaf.origin.counts_replicas else ()
     # all blocks in order: one slice of one array
     if origin.rows is None and mine[0].leaf.origin.rows is None:
-        yield StoredSlice((...,), mine[0], (*lead, *index))
+        yield (...,), mine[0], (*lead, *index)
         return
     # block -> (stored array, its row)
     places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_find_rows(piece.leaf))}
@@ -67,10 +57,10 @@ def find_stored_slices(
     for start, stop in _runs([places.get(row) for row in chosen]):
         target = (slice(start, stop), ...)
         if chosen[start] < 0:
-            yield StoredSlice(target, None, ())
+            yield target, None, ()
             continue
         piece, first = places[chosen[start]]
-        yield StoredSlice(target, piece, (*lead, slice(first, first + stop - start), *index[1:]))
+        yield target, piece, (*lead, slice(first, first + stop - start), *index[1:])
 
 
 def _find_rows(leaf: Leaf) -> Sequence[int]:

@@ -19,7 +19,7 @@ from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
 
 if TYPE_CHECKING:
-    from shardtrain.doctor.check import Check, RankContext, Row
+    from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.runner import CheckResults
 
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
@@ -88,41 +88,30 @@ def main(arguments: Sequence[str]) -> int:
     if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
     # a child process watches the start of MPI; it is forked before there are threads
+    from shardtrain.doctor.check import RankContext, SingleProcess
     from shardtrain.doctor.start import connect_ranks
 
-    connection = connect_ranks(environment, os.environ, 1 + len(options.names), options.patience)
-    if connection.problem is not None and environment.rank > 0:
+    rank, host = environment.rank, environment.host
+    alone = RankContext(
+        environment=environment,
+        hosts=(host,),
+        control=SingleProcess(f"rank {rank} (host {host})" if environment.size > 1 else host),
+        environ=os.environ,
+        run_dir=options.run_dir,
+        quick=options.quick,
+        given_cores=given,
+    )
+    contexts = connect_ranks(alone, 1 + len(options.names), options.patience)
+    if contexts[0].problem is not None and rank > 0:
         # rank 0 prints the problem; an exit code other than 0 here would make the launcher end rank 0
         return 0
-    from shardtrain.doctor.check import RankContext
-    from shardtrain.doctor.runner import run_checks
-
-    chosen = _choose_checks(options)
-    contexts = [
-        RankContext(
-            environment=environment,
-            hosts=connection.hosts,
-            control=control,
-            comm=connection.comm,
-            environ=os.environ,
-            run_dir=options.run_dir,
-            quick=options.quick,
-            given_cores=given,
-            problem=connection.problem,
-            islands_problem=connection.islands_problem,
-        )
-        for control in connection.controls[: 1 + len(chosen)]
-    ]
-    return _finish(run_checks(chosen, contexts), contexts[0], options)
-
-
-def _choose_checks(options: Options) -> "dict[str, Check]":
-    """Return name -> check of the checks to run."""
-    from shardtrain.doctor.runner import CHECKS
+    from shardtrain.doctor.runner import CHECKS, run_checks
 
     assert tuple(CHECKS) == NAMES, "the help names all checks"
-    chosen = {n: check for n, check in CHECKS.items() if n in options.names}
-    return {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
+    chosen = {
+        n: CHECKS[n] for n in NAMES if n in options.names and not (options.quick and CHECKS[n].measures)
+    }
+    return _finish(run_checks(chosen, contexts[: 1 + len(chosen)]), contexts[0], options)
 
 
 def _finish(results: "CheckResults", context: "RankContext", options: Options) -> int:
@@ -152,7 +141,7 @@ def _finish(results: "CheckResults", context: "RankContext", options: Options) -
 def _print(results: "CheckResults") -> None:
     from rich.console import Console
 
-    from shardtrain.doctor.table import doctor_table
+    from shardtrain.doctor.runner import doctor_table
 
     width, _ = shutil.get_terminal_size(fallback=(140, 24))
     console = Console() if sys.stdout.isatty() else Console(width=width)
@@ -161,17 +150,17 @@ def _print(results: "CheckResults") -> None:
 
 def json_text(results: "CheckResults", context: "RankContext") -> str:
     """Format the overall result, the rows and the collected facts as JSON."""
+    # scripts may rely on these keys
+    rows = [
+        {"check": row.check, "what": row.item, "found": row.finding, "verdict": row.status, "do": row.fix}
+        for row in results.rows
+    ]
     data = {
         "verdict": results.status,
         "ranks": [{"name": n, "host": h} for n, h in zip(context.control.names, context.hosts, strict=True)],
         "present": results.present,
-        "rows": [_row_data(row) for row in results.rows],
+        "rows": rows,
         "seconds": results.seconds,
         "facts": results.facts,
     }
     return json.dumps(data, indent=1) + "\n"
-
-
-def _row_data(row: "Row") -> dict[str, str]:
-    """Return a row with the keys of the JSON output, which scripts may rely on."""
-    return {"check": row.check, "what": row.item, "found": row.finding, "verdict": row.status, "do": row.fix}

@@ -11,7 +11,8 @@ import tyro
 from shardtrain.elastic.history import read_history
 from shardtrain.errors.exit_codes import DONE
 from shardtrain.report.elastic_run import past_text, summarize
-from shardtrain.report.plots.members import check_members, plot_members
+from shardtrain.report.plots.figure import check_picture
+from shardtrain.report.plots.members import plot_members
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(ReportOptions, args=list(arguments), prog="shardtrain report")
     run, output = options.run, options.output
     if output is not None:
-        check_members(output)
+        check_picture(output, "--output", "a plot of islands")
     try:
         history = read_history(run)
     except FileNotFoundError as error:

@@ -10,23 +10,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtrain.data.augmentation import Augment
-    from shardtrain.data.batches import Batches, Loading, Position
-    from shardtrain.data.chat import Chat
-    from shardtrain.data.corpus import Corpus
-    from shardtrain.data.image_files import ImageFiles
-    from shardtrain.data.loader import BatchShard, Loader, batch_shard
-    from shardtrain.data.masked import MaskedTokens
-    from shardtrain.data.mixture import Mixture
-    from shardtrain.data.placement import place, process_rows
-    from shardtrain.data.row_split import RowSplit, split_over_islands
-    from shardtrain.data.samples import Batch, Source
-    from shardtrain.data.stream import Stream
-    from shardtrain.data.text import Text
-    from shardtrain.data.token_batches import SizedSource, TokenBatches
-    from shardtrain.data.token_pairs import TokenPairs
-    from shardtrain.data.tokens import open_tokens, write_tokens
-    from shardtrain.data.windows import Tokens, Windows
+    from shardtrain.data.augmentation import Augment as Augment
+    from shardtrain.data.batches import Batches as Batches
+    from shardtrain.data.batches import Loading as Loading
+    from shardtrain.data.batches import Position as Position
+    from shardtrain.data.chat import Chat as Chat
+    from shardtrain.data.corpus import Corpus as Corpus
+    from shardtrain.data.image_files import ImageFiles as ImageFiles
+    from shardtrain.data.loader import BatchShard as BatchShard
+    from shardtrain.data.loader import Loader as Loader
+    from shardtrain.data.loader import batch_shard as batch_shard
+    from shardtrain.data.masked import MaskedTokens as MaskedTokens
+    from shardtrain.data.mixture import Mixture as Mixture
+    from shardtrain.data.placement import place as place
+    from shardtrain.data.placement import process_rows as process_rows
+    from shardtrain.data.row_split import RowSplit as RowSplit
+    from shardtrain.data.row_split import split_over_islands as split_over_islands
+    from shardtrain.data.samples import Batch as Batch
+    from shardtrain.data.samples import Source as Source
+    from shardtrain.data.stream import Stream as Stream
+    from shardtrain.data.text import Text as Text
+    from shardtrain.data.token_batches import SizedSource as SizedSource
+    from shardtrain.data.token_batches import TokenBatches as TokenBatches
+    from shardtrain.data.token_pairs import TokenPairs as TokenPairs
+    from shardtrain.data.tokens import open_tokens as open_tokens
+    from shardtrain.data.tokens import write_tokens as write_tokens
+    from shardtrain.data.windows import Tokens as Tokens
+    from shardtrain.data.windows import Windows as Windows
 
 _FILES = {
     "augmentation": ("Augment",),
@@ -47,36 +57,9 @@ _FILES = {
     "tokens": ("open_tokens", "write_tokens"),
     "windows": ("Tokens", "Windows"),
 }
+"""File -> its public names, which load at first use."""
 
-__all__ = [
-    "Augment",
-    "Batch",
-    "BatchShard",
-    "Batches",
-    "Chat",
-    "Corpus",
-    "ImageFiles",
-    "Loader",
-    "Loading",
-    "MaskedTokens",
-    "Mixture",
-    "Position",
-    "RowSplit",
-    "SizedSource",
-    "Source",
-    "Stream",
-    "Text",
-    "TokenBatches",
-    "TokenPairs",
-    "Tokens",
-    "Windows",
-    "batch_shard",
-    "open_tokens",
-    "place",
-    "process_rows",
-    "split_over_islands",
-    "write_tokens",
-]
+__all__ = sorted(name for names in _FILES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

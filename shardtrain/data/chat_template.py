@@ -7,6 +7,7 @@ sandbox. Next: `conversations.py`, `chat_tokens.py`.
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _format_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
         self.source, self.special, self.answers = source, special, answers
         try:
@@ -260,10 +261,6 @@ def _get_token_text(name: str, value: Any) -> str | None:
     """Return the text of a special token in a tokenizer_config.json; None for other entries."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if name.endswith("_token") and isinstance(value, str) else None
-
-
-def _format_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _refuse(message: str) -> None:

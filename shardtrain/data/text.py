@@ -7,7 +7,6 @@ Next: `windows.py`, `batches.py`.
 import codecs
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -121,7 +120,9 @@ class Text:
         # the token file is named by a hash of the files, their sizes and times: a change makes a new one
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
-        stats = [(str(file), *_read_identity(file.stat())) for file in files]
+        # ctime only the system sets
+        found_stats = [(str(file), file.stat()) for file in files]
+        stats = [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found_stats]
         tokens = folder / f"text-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.npy"
         packed = _read_existing(tokens)
         if packed is None:
@@ -159,11 +160,6 @@ class Text:
 
     def _split(self, packed: Packed) -> tuple[Windows, Windows | None]:
         return split_tokens(packed.path, self.seq, self.heldout_fraction, self.vocab)
-
-
-def _read_identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return values that change with a file's content: size, mtime, and ctime, which only the system sets."""
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _explain_binary(file: Path) -> str | None:

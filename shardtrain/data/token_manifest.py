@@ -11,7 +11,7 @@ from typing import Any
 
 from shardtrain.data.sources.find import MOST_PROBLEMS, SourceFile
 from shardtrain.data.sources.numpy_tokens import ENDS, find_tokens
-from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, tokenizer_file
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.untrusted_files import (
@@ -113,9 +113,7 @@ def tokenizer_hash(name: Path | str) -> str:
     """
     if str(name) == BYTES:
         return BYTES
-    path = Path(name)
-    content = read_bytes(path / TOKENIZER_FILE if path.is_dir() else path)
-    return hashlib.sha256(content).hexdigest()[:24]
+    return hashlib.sha256(read_bytes(tokenizer_file(name))).hexdigest()[:24]
 
 
 def shard_problem(path: Path, record: Mapping[str, Any]) -> str:
@@ -187,8 +185,5 @@ def check_shards(files: Sequence[SourceFile]) -> None:
             problem = shard_problem(path, records[path.name]) if known else f"{path} is not in its manifest"
             problems += [problem] if problem else []
         if problems:
-            more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-            raise problems_error(
-                f"{manifest.folder} is damaged; bring its files back, or give the command that made it again",
-                [*problems[:MOST_PROBLEMS], *more],
-            )
+            again = "bring its files back, or give the command that made it again"
+            raise problems_error(f"{manifest.folder} is damaged; {again}", problems, MOST_PROBLEMS)

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ from shardtrain.data.token_manifest import (
     shard_problem,
     tokenizer_hash,
 )
-from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer, tokenizer_file
 from shardtrain.data.tokens import write_tokens
 from shardtrain.data.workers import begin_worker
 from shardtrain.errors.field_types import wrong_types
@@ -45,6 +44,7 @@ from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import (
     check_kind,
     check_whole_number,
+    crc32_of,
     open_regular,
     parse_json,
     read_bytes,
@@ -57,7 +57,6 @@ UNIT_BYTES = 1 << 26
 INDEX = ".index"
 """Hidden folder, next to the shards, with indices of the rows of files."""
 
-BLOCK_BYTES = 1 << 20
 MOST_LISTED = 20
 """Largest number of errors in the record of a unit; all are counted."""
 
@@ -161,8 +160,8 @@ def tokenize(
 def _write_manifest(out: Path, name: str, tokenizer: Tokenizer, records: Sequence[dict[str, Any]]) -> None:
     own = BYTES
     if name != BYTES:
-        own, path = TOKENIZER_FILE, Path(name)
-        replace_file(out / own, read_bytes(path / TOKENIZER_FILE if path.is_dir() else path))
+        own = TOKENIZER_FILE
+        replace_file(out / own, read_bytes(tokenizer_file(name)))
     totals = {name: sum(record[name] for record in records) for name in TOTALS}
     manifest = {
         "version": VERSION,
@@ -373,8 +372,5 @@ def read_record(out: Path, unit: Unit) -> dict[str, Any]:
 
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
-    found = 0
     with open_regular(path) as file:
-        while block := file.read(BLOCK_BYTES):
-            found = zlib.crc32(block, found)
-    return found
+        return crc32_of(file)

@@ -77,6 +77,12 @@ class Bytes:
         return bytes(token for token in tokens).decode(errors="replace")
 
 
+def tokenizer_file(name: Path | str) -> Path:
+    """Return the path of a tokenizer's file, which may be given by its folder."""
+    path = Path(name)
+    return path / TOKENIZER_FILE if path.is_dir() else path
+
+
 def open_tokenizer(name: Path | str, separator: str | int | None = None) -> Tokenizer:
     """Open a tokenizer.
 
@@ -93,8 +99,7 @@ def open_tokenizer(name: Path | str, separator: str | int | None = None) -> Toke
         if separator not in (None, Bytes.separator):
             raise ValueError(f"separator is {separator!r}, and bytes are separated by byte 0; leave it out")
         return Bytes()
-    path = Path(name)
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    path = tokenizer_file(name)
     if not path.is_file():
         hint = near(str(name), [BYTES]) if "/" not in str(name) else str(path.absolute())
         raise FileNotFoundError(

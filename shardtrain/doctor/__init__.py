@@ -1,5 +1,5 @@
-"""Check what a run needs before it starts: one module per check, with `collect` and `evaluate`.
+"""Check what a run needs before it starts: `runner.py` has the table of checks, and runs them.
 
-`collect` runs on every rank and returns plain facts; `evaluate` converts the facts of all ranks to rows.
-`check.py` defines the interface of a check; `runner.py` has the registry of checks and runs them.
+A check collects plain facts on every rank, and evaluates the facts of all ranks as rows (`check.py`): status,
+finding, and the change to make. `start.py` connects the ranks, and runs what may crash in child processes.
 """

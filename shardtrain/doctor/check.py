@@ -1,12 +1,15 @@
 """The interface of a check: `collect` gathers facts on every rank, `evaluate` converts them to rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.system.excerpts import some
+
+if TYPE_CHECKING:
+    from shardtrain.islands.bridge import Control
 
 Status = Literal["ok", "note", "warning", "wrong"]
 
@@ -42,16 +45,16 @@ class Row:
         assert self.fix or self.status in ("ok", "note"), self
 
 
-class ControlChannel(Protocol):
-    """A channel for named all-gathers between all ranks; `islands.bridge.Control` is one."""
+class SingleProcess:
+    """The control channel of a single process, which exchanges nothing."""
 
-    names: list[str]
+    def __init__(self, name: str) -> None:
+        self.names = [name]
+        self.rank, self.size = 0, 1
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]: ...
+    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
+        """Return the value in a list."""
+        return [value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,8 @@ class RankContext:
 
     environment: RankEnvironment
     hosts: tuple[str, ...]
-    control: ControlChannel
-    comm: Any
+    control: "Control | SingleProcess"
+    comm: Any = None
     environ: Mapping[str, str]
     run_dir: Path
     quick: bool
@@ -92,14 +95,8 @@ class RankContext:
         """Whether this rank collects the facts that all ranks of its host share."""
         return self.hosts.index(self.hosts[self.rank]) == self.rank
 
-    @property
-    def first_ranks(self) -> dict[str, int]:
-        """Host -> its first rank."""
-        return {host: self.hosts.index(host) for host in dict.fromkeys(self.hosts)}
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class RankFacts(Facts):
     """The facts that a check collected on one rank.
 
     Args:
@@ -109,38 +106,17 @@ class RankFacts:
       facts: the result of `collect`.
     """
 
-    rank: int
-    name: str
-    host: str
-    facts: Facts
+    def __init__(self, rank: int, name: str, host: str, facts: Facts) -> None:
+        super().__init__(facts)
+        self.rank, self.name, self.host = rank, name, host
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """A check: a function that collects its facts, and one that converts them to rows.
-
-    Args:
-      about: short description of the checked items.
-      collect: collects facts; runs on every rank at the same time.
-      evaluate: returns the rows for the facts of all ranks on which `collect` succeeded (at least one).
-      limit_seconds: time limit of `collect`.
-      if_it_hangs: the fix if `collect` exceeds its time limit.
-      measures: whether it is a slow measurement, which --quick skips.
-    """
-
-    about: str
-    collect: Callable[[RankContext], Facts]
-    evaluate: Callable[[Sequence[RankFacts]], list[Row]]
-    limit_seconds: float
-    if_it_hangs: str
-    measures: bool = False
-
-
-def join_texts(texts: Iterable[tuple[str, str]]) -> str:
+def join_texts(texts: Iterable[tuple[str, str]], *, named: bool = False) -> str:
     """Join the texts of several ranks or hosts; equal texts appear once, after all of their names.
 
     Args:
       texts: (name, text).
+      named: whether a single text has its names too.
 
     >>> join_texts([("a", "1 core"), ("b", "1 core")]), join_texts([("a", "x"), ("b", "y"), ("c", "x")])
     ('1 core', 'a, c: x; b: y')
@@ -148,37 +124,35 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
     groups: dict[str, list[str]] = {}
     for name, text in texts:
         groups.setdefault(text, []).append(name)
-    if len(groups) == 1:
+    if len(groups) == 1 and not named:
         return next(iter(groups))
     return "; ".join(f"{some(names, MOST_NAMES)}: {text}" for text, names in groups.items())
 
 
 def group_by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Group ranks by host."""
-    hosts: dict[str, list[RankFacts]] = {}
+    return {h: [one for one in all_facts if one.host == h] for h in dict.fromkeys(o.host for o in all_facts)}
+
+
+def first_ranks(all_facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """Return the facts of the first rank of each host, under the name of the host."""
+    return [
+        RankFacts(ranks[0].rank, host, host, ranks[0]) for host, ranks in group_by_host(all_facts).items()
+    ]
+
+
+def merge_rows(all_facts: Sequence[RankFacts], judge: Callable[[RankFacts], Iterable[Row]]) -> list[Row]:
+    """Judge each rank by itself, and merge the rows of each item: all findings, the worst status, its fix."""
+    found: dict[str, list[tuple[str, Row]]] = {}
     for one in all_facts:
-        hosts.setdefault(one.host, []).append(one)
-    return hosts
-
-
-def worst(statuses: Iterable[Status]) -> Status:
-    """Return the worst of several statuses.
-
-    >>> worst(["ok", "warning", "note"])
-    'warning'
-    """
-    present = set(statuses)
-    ordered: list[Status] = [status for status in STATUSES if status in present]
-    return ordered[-1] if ordered else "ok"
-
-
-def count_text(number: int, thing: str) -> str:
-    """Format a count with its noun.
-
-    >>> count_text(1, "core"), count_text(2, "core")
-    ('1 core', '2 cores')
-    """
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+        for row in judge(one):
+            found.setdefault(row.item, []).append((one.name, row))
+    rows = []
+    for named in found.values():
+        worst = max((row for _, row in named), key=lambda row: STATUSES.index(row.status))
+        texts = ((name, row.finding) for name, row in named)
+        rows.append(replace(worst, finding=join_texts(texts, named=len(named) < len(all_facts))))
+    return rows
 
 
 def time_text(seconds: float) -> str:

@@ -4,21 +4,12 @@ Pairs without a common rank are measured at the same time, as in a run.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
 from typing import Any
 
-from shardtrain.doctor.check import (
-    Check,
-    Facts,
-    RankContext,
-    RankFacts,
-    Row,
-    count_text,
-    rate_text,
-    time_text,
-)
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, rate_text, time_text
 from shardtrain.doctor.rates import best, find_outliers, spread_text
 from shardtrain.system.excerpts import some
 
@@ -38,12 +29,10 @@ def collect(context: RankContext) -> Facts:
 
     devices = jax.local_devices()
     num_bytes = MESSAGE_BYTES.get(devices[0].platform, DEVICE_BYTES)
+    pairs = sample_pairs(len(devices))
     facts: Facts = {
         "platform": devices[0].platform,
-        "pairs": {
-            f"{a} - {b}": measure_permute(devices, a, b, num_bytes) for a, b in sample_pairs(len(devices))
-        },
-        "all_reduce": measure_all_reduce(devices, num_bytes) if len(devices) > 1 else None,
+        "pairs": {f"{a} - {b}": measure_permute([devices[a], devices[b]], num_bytes) for a, b in pairs},
     }
     context.control.all_gather("devices are measured")
     if context.comm is None:
@@ -54,97 +43,64 @@ def collect(context: RankContext) -> Facts:
 
 
 def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
-    """Choose pairs of devices: all, or neighbours and opposites if there are many.
+    """Choose pairs of devices: all, or a few at even distances if there are many.
 
     >>> sample_pairs(3), len(sample_pairs(8)), len(sample_pairs(64))
-    ([(0, 1), (0, 2), (1, 2)], 8, 8)
+    ([(0, 1), (0, 2), (1, 2)], 7, 8)
     """
     every = list(combinations(range(num_devices), 2))
-    if len(every) <= MOST_PAIRS:
-        return every
-    half = MOST_PAIRS // 2
-    starts = [i * num_devices // half for i in range(half)]
-    near = [(i, (i + 1) % num_devices) for i in starts]
-    far = [(i, (i + num_devices // 2) % num_devices) for i in range(half)]
-    return list(dict.fromkeys((min(pair), max(pair)) for pair in near + far))
+    return every[:: -(-len(every) // MOST_PAIRS) or 1]
 
 
-def measure_permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
+def measure_permute(devices: Sequence[Any], num_bytes: int) -> float:
     """Measure the bytes per second that each of two devices sends to the other."""
-    import jax
-
-    return num_bytes / best(
-        _run_on_mesh(
-            [devices[a], devices[b]], num_bytes, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
-        )
-    )
-
-
-def measure_all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
-    """Measure the bytes per second of a sum over all devices, relative to one device's array."""
-    import jax
-
-    return num_bytes / best(_run_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
-
-
-def _run_on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(devices), ("data",))
-    spec = PartitionSpec("data")
-    values = np.ones((len(devices), num_bytes // 4), np.float32)
-    x = jax.device_put(values, NamedSharding(mesh, spec))
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    return lambda: jax.block_until_ready(step(x))
-
-
-def schedule_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint pairs of ranks that contain each pair once.
-
-    >>> schedule_rounds(3)
-    [[(1, 2)], [(0, 2)], [(0, 1)]]
-    >>> sorted(pair for one in schedule_rounds(6) for pair in one) == list(combinations(range(6), 2))
-    True
-    """
-    # an odd number of ranks gets an empty slot; its partner pauses in that round
-    num_slots = size + size % 2
-    circle = list(range(num_slots))
-    schedule = []
-    for _ in range(num_slots - 1):
-        pairs = [(circle[i], circle[num_slots - 1 - i]) for i in range(num_slots // 2)]
-        schedule.append(sorted((min(p), max(p)) for p in pairs if max(p) < size))
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return schedule
+    mesh, spec = Mesh(np.array(devices), ("data",)), PartitionSpec("data")
+    x = jax.device_put(np.ones((2, num_bytes // 4), np.float32), NamedSharding(mesh, spec))
+    swap = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    step = jax.jit(swap)
+    return num_bytes / best(lambda: jax.block_until_ready(step(x)))
 
 
 def _measure_rank_pairs(context: RankContext) -> dict[str, list[float]]:
     """Measure partner -> (seconds of a small message one way, bytes per second of a large one)."""
     # a communicator of its own, so that no other message interferes
-    comm = context.comm.Dup()
+    comm, rank = context.comm.Dup(), context.rank
     measured = {}
-    for pairs in schedule_rounds(comm.size)[:MOST_ROUNDS]:
+    # in each round every rank has another partner, and over all rounds each pair is measured once
+    for flipped in range(1, min(1 << (comm.size - 1).bit_length(), MOST_ROUNDS + 1)):
         comm.Barrier()
-        for pair in pairs:
-            if comm.rank in pair:
-                other = pair[1] if comm.rank == pair[0] else pair[0]
-                measured[str(other)] = _measure_exchange(comm, other)
+        other = rank ^ flipped
+        if other < comm.size:
+            figures = _measure_exchange(comm, other)
+            measured |= {str(other): figures} if rank < other else {}
     comm.Free()
-    return {other: figures for other, figures in measured.items() if int(other) > context.rank}
+    return measured
 
 
 def _measure_exchange(comm: Any, other: int) -> list[float]:
-    figures = []
-    for num_bytes, repeats in ((PING_BYTES, NUM_PINGS), (BRIDGE_BYTES, NUM_MESSAGES)):
+    def measure(num_bytes: int, repeats: int) -> float:
         sent, got = bytearray(num_bytes), bytearray(num_bytes)
-        seconds = []
-        for _ in range(repeats + 1):
-            began = time.perf_counter()
-            comm.Sendrecv(sent, other, 0, got, other, 0)
-            seconds.append(time.perf_counter() - began)
-        figures.append(min(seconds[1:]))
-    return [figures[0], BRIDGE_BYTES / figures[1]]
+        return _fastest(lambda: comm.Sendrecv(sent, other, 0, got, other, 0), repeats)
+
+    return [measure(PING_BYTES, NUM_PINGS), BRIDGE_BYTES / measure(BRIDGE_BYTES, NUM_MESSAGES)]
+
+
+def _fastest(call: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Return the seconds of the fastest call after the first: every rank repeats it equally often."""
+    seconds = []
+    for _ in range(repeats + 1):
+        before()
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def _measure_bridge(context: RankContext) -> float:
@@ -157,112 +113,80 @@ def _measure_bridge(context: RankContext) -> float:
     group = MpiGroup(context.comm)
     x = jax.device_put(np.ones(BRIDGE_BYTES // 4, np.float32), jax.local_devices(backend="cpu")[0])
     add = jax.jit(group.all_reduce)
-    # every rank repeats it the same number of times, whatever its clock shows
-    seconds = []
-    for _ in range(NUM_MESSAGES + 1):
-        context.comm.Barrier()
-        began = time.perf_counter()
-        jax.block_until_ready(add(x))
-        seconds.append(time.perf_counter() - began)
-    return BRIDGE_BYTES / min(seconds[1:])
+    run = lambda: jax.block_until_ready(add(x))  # noqa: E731
+    return BRIDGE_BYTES / _fastest(run, NUM_MESSAGES, before=context.comm.Barrier)
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
     rows = _check_devices(all_facts)
-    names = {one.rank: one for one in all_facts}
+    ranks = {one.rank: one for one in all_facts}
     pairs = {
         (one.rank, int(other)): figures
         for one in all_facts
-        for other, figures in one.facts.get("partners", {}).items()
-        if int(other) in names
+        for other, figures in one.get("partners", {}).items()
+        if int(other) in ranks
     }
-    for where, same in (("one host", True), ("two hosts", False)):
-        chosen = {p: f for p, f in pairs.items() if (names[p[0]].host == names[p[1]].host) == same}
-        if chosen:
-            rows.append(_check_pairs(chosen, names, where))
-    if bridges := {one.name: one.facts["bridge"] for one in all_facts if "bridge" in one.facts}:
-        rate = min(bridges.values())
-        seconds = 4 * EXAMPLE_PARAMETERS / rate
-        finding = (
-            f"{rate_text(rate)} of gradients; {time_text(seconds)} a step for 100 million parameters in"
-            " float32"
-        )
+    for where, is_same in (("one host", True), ("two hosts", False)):
+        chosen = {p: f for p, f in pairs.items() if (ranks[p[0]].host == ranks[p[1]].host) == is_same}
+        rows += [_check_pairs(chosen, ranks, where)] if chosen else []
+    if bridges := [one["bridge"] for one in all_facts if "bridge" in one]:
+        rate, seconds = min(bridges), time_text(4 * EXAMPLE_PARAMETERS / min(bridges))
+        finding = f"{rate_text(rate)} of gradients; {seconds} a step for 100 million parameters in float32"
         rows.append(Row("sum over ranks", finding))
     return rows
 
 
 def _check_devices(all_facts: Sequence[RankFacts]) -> list[Row]:
-    rates = {f"{one.name} {pair}": rate for one in all_facts for pair, rate in one.facts["pairs"].items()}
+    rates = {f"{one.name} {pair}": rate for one in all_facts for pair, rate in one["pairs"].items()}
     if not rates:
         return []
-    sums = [one.facts["all_reduce"] for one in all_facts if one.facts["all_reduce"]]
-    text = f"{count_text(len(rates), 'pair')}: {spread_text(rates.values(), 'B')}"
-    text += f"; sums over all: {spread_text(sums, 'B')}"
-    if any(one.facts["platform"] == "cpu" for one in all_facts):
-        finding = f"{text} (simulated devices: memory of the host)"
-        return [Row("devices", finding)]
+    finding = f"{_pairs_text(len(rates))}: {spread_text(rates.values(), 'B')}"
+    if any(one["platform"] == "cpu" for one in all_facts):
+        return [Row("devices", f"{finding} (simulated devices: memory of the host)")]
     if slow := find_outliers(rates, OUTLIER_SHARE):
         named = some([f"{pair} {rate_text(rate)}" for pair, rate in slow.items()])
         fix = "nvidia-smi topo -m shows the connections: place tensor and fsdp on devices joined by NVLink"
-        return [Row("devices", f"{text}; slow: {named}", "warning", fix)]
-    return [Row("devices", text)]
+        return [Row("devices", f"{finding}; slow: {named}", "warning", fix)]
+    return [Row("devices", finding)]
 
 
-def _check_pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
+def _pairs_text(number: int) -> str:
+    return "1 pair" if number == 1 else f"{number} pairs"
+
+
+def _check_pairs(
+    pairs: Mapping[tuple[int, int], list[float]], ranks: Mapping[int, RankFacts], where: str
+) -> Row:
     rates = {pair: figures[1] for pair, figures in pairs.items()}
     pings = [figures[0] for figures in pairs.values()]
+    ping_text = " to ".join(dict.fromkeys((time_text(min(pings)), time_text(max(pings)))))
     item = f"ranks on {where}"
-    text = (
-        f"{count_text(len(pairs), 'pair')}: 8 B in {times_text(pings)},"
-        f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
-    )
+    speeds = spread_text(rates.values(), "B")
+    finding = f"{_pairs_text(len(pairs))}: 8 B in {ping_text}, 8 MiB both ways at {speeds}"
     # a pair that is slow among its equals points to a cable or port
     if slow := find_outliers(rates, OUTLIER_SHARE):
-        shown = [
-            f"{' - '.join(names[i].name for i in pair)} {rate_text(rate)}" for pair, rate in slow.items()
-        ]
-        fix = _find_common_rank(list(slow), names) or "check the cables and ports between these hosts"
-        return Row(item, f"{text}; slow: {some(shown)}", "warning", fix)
+        shown = some(
+            [f"{ranks[a].name} - {ranks[b].name} {rate_text(rate)}" for (a, b), rate in slow.items()]
+        )
+        fix = _find_common_rank(list(slow), ranks) or "check the cables and ports between these hosts"
+        return Row(item, f"{finding}; slow: {shown}", "warning", fix)
     middle = median(rates.values())
     # all pairs alike, but slow for a network: MPI may have taken another one
     if where == "two hosts" and middle < SLOW_BYTES_PER_SECOND:
-        seconds = 4 * EXAMPLE_PARAMETERS / middle
         fix = (
-            f"100 million gradients take {seconds:.0f} s a step: check that MPI uses the fast network"
-            " (MPICH: UCX_NET_DEVICES, FI_PROVIDER; Open MPI: --mca btl_tcp_if_include), or send less:"
-            " --combine int8+mean, --local-steps"
+            f"100 million gradients take {4 * EXAMPLE_PARAMETERS / middle:.0f} s a step: check that MPI uses"
+            " the fast network (MPICH: UCX_NET_DEVICES, FI_PROVIDER; Open MPI: --mca btl_tcp_if_include), or"
+            " send less: --combine int8+mean, --local-steps"
         )
-        return Row(item, text, "warning", fix)
-    return Row(item, text)
+        return Row(item, finding, "warning", fix)
+    return Row(item, finding)
 
 
-def times_text(seconds: Sequence[float]) -> str:
-    """Format the smallest and the largest duration.
-
-    >>> times_text([2e-6]), times_text([2e-6, 3e-5])
-    ('2.0 us', '2.0 us to 30.0 us')
-    """
-    return " to ".join(dict.fromkeys((time_text(min(seconds)), time_text(max(seconds)))))
-
-
-def _find_common_rank(slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]) -> str:
+def _find_common_rank(slow: Sequence[tuple[int, int]], ranks: Mapping[int, RankFacts]) -> str:
     """Return the rank or host that all of several slow pairs share; "" if there is none."""
-    shared = set.intersection(*(set(pair) for pair in slow))
-    if len(slow) > 1 and shared:
-        one = names[shared.pop()]
-        return f"all slow pairs have {one.name}: check the network card, cable and load of {one.host}"
-    return ""
-
-
-CHECK = Check(
-    about="bandwidth and latency between devices and between ranks",
-    collect=collect,
-    evaluate=evaluate,
-    limit_seconds=180.0,
-    if_it_hangs=(
-        "messages do not pass: see ports and mpi; MPI may have chosen a network that hosts do not share"
-        " (MPICH: UCX_NET_DEVICES or FI_PROVIDER=tcp; Open MPI: --mca btl_tcp_if_include)"
-    ),
-    measures=True,
-)
+    shared = set.intersection(*map(set, slow))
+    if len(slow) == 1 or not shared:
+        return ""
+    one = ranks[shared.pop()]
+    return f"all slow pairs have {one.name}: check the network card, cable and load of {one.host}"

@@ -3,25 +3,17 @@
 MPI and mpi4jax are tried in a child process, because incompatible libraries crash or hang.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from shardtrain.doctor.check import (
-    Check,
-    Facts,
-    RankContext,
-    RankFacts,
-    Row,
-    count_text,
-    group_by_host,
-    join_texts,
-)
-from shardtrain.doctor.child import is_compatible, run_child
-from shardtrain.doctor.devices import wants_gpus
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, first_ranks, merge_rows
+from shardtrain.doctor.devices import find_visible, wants_cpu
+from shardtrain.doctor.start import is_compatible, run_child
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, find_pmi
 from shardtrain.islands.mpi_library import find_vendor, library_environment, list_not_installed
 from shardtrain.launch.mpi import find_mpiexec
+from shardtrain.system.host import list_gpu_files
 from shardtrain.system.untrusted_data import parse_count
 
 CHILD_SECONDS, PROBE_SECONDS = 60.0, 90.0
@@ -53,68 +45,50 @@ tell(moved=bool((x == y).all()))
 
 def collect(context: RankContext) -> Facts:
     """Collect this rank's launcher, and on the first rank of each host whether its MPI libraries work."""
+    environ, started = context.environ, context.environment
+    is_alone = started.launcher == "none"
     facts: Facts = {
-        "launcher": context.environment.launcher,
-        "told": [context.environment.rank, context.environment.size],
+        "launcher": started.launcher,
+        "told": [started.rank, started.size],
         "problem": context.problem,
         "placement_problem": context.islands_problem,
-        "pmi": find_pmi(context.environ),
-        "strange": [n for n in OTHER_LAUNCHERS if n in context.environ]
-        if context.environment.launcher == "none"
-        else [],
-        "tasks_of_job": _count_job_tasks(context.environ) if context.environment.launcher == "none" else 1,
+        "pmi": find_pmi(environ),
+        "strange": [name for name in OTHER_LAUNCHERS if name in environ and is_alone],
+        "tasks_of_job": parse_count(environ.get(JOB_TASKS, "")) if is_alone and JOB_ID in environ else 1,
     }
-    if context.is_first_on_host and (absent := list_not_installed()):
-        facts["absent"] = absent
-    elif context.is_first_on_host:
-        environ = {**context.environ, **library_environment(context.environ), "JAX_PLATFORMS": "cpu"}
-        facts |= {"child": run_child(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _find_mpiexec()}
-        if wants_gpus(context.environ) and not context.quick:
-            facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
-    return facts
-
-
-def _count_job_tasks(environ: Mapping[str, str]) -> int:
-    number = environ.get(JOB_TASKS, "1") if JOB_ID in environ else "1"
-    return parse_count(number) or 1
-
-
-def _find_mpiexec() -> Facts:
+    if not context.is_first_on_host:
+        return facts
+    if absent := list_not_installed():
+        return facts | {"absent": absent}
+    facts["child"] = run_child(
+        PROGRAM, {**environ, **library_environment(environ), "JAX_PLATFORMS": "cpu"}, CHILD_SECONDS
+    )
     try:
         program = find_mpiexec()
+        facts["mpiexec"] = {"path": program.path, "flavour": program.vendor, "version": program.version}
     except (ValueError, OSError) as error:
-        return {"error": str(error)}
-    return {"path": program.path, "flavour": program.vendor, "version": program.version}
+        facts["mpiexec"] = {"error": str(error)}
+    uses_gpus = list_gpu_files() and find_visible(environ) != [] and not wants_cpu(environ)
+    if uses_gpus and not context.quick:
+        facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
+    return facts
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return the rows for the launcher, the libraries, the mpiexec, and the test message."""
-    firsts = [
-        one for one in (ranks[0] for ranks in group_by_host(all_facts).values()) if "child" in one.facts
-    ]
-    rows = [_check_launcher(all_facts)]
-    if problem := all_facts[0].facts["placement_problem"]:
+    rows = [_check_launcher(all_facts[0])]
+    if problem := all_facts[0]["placement_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row("islands", problem, "wrong", fix))
-    if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:
-        rows.append(_check_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
-    if firsts:
-        rows += [
-            _check_library(firsts),
-            *_check_threads(firsts),
-            _check_mpi4jax(firsts),
-            _check_mpiexec(firsts),
-        ]
-    probed = [(one.host, one.facts["cuda_aware"]) for one in firsts if "cuda_aware" in one.facts]
-    return rows + ([_check_device_memory(probed)] if probed else [])
+    hosts = first_ranks(all_facts)
+    rows += merge_rows(hosts, _judge_host)
+    if len({_version_text(one) for one in hosts if "library" in one.get("child", ())}) > 1:
+        fix = "give every host the same MPI: different ones cannot communicate"
+        rows = [replace(row, status="wrong", fix=fix) if row.item == "library" else row for row in rows]
+    return rows
 
 
-def _check_launcher(all_facts: Sequence[RankFacts]) -> Row:
-    facts = all_facts[0].facts
-    started = {"none": "no launcher: a single process"}.get(
-        facts["launcher"], f"started by {facts['launcher']}"
-    )
-    finding = started
+def _check_launcher(facts: RankFacts) -> Row:
     if facts["problem"]:
         fix = (
             "use the mpiexec installed beside this Python, or build mpi4py and mpi4jax for the"
@@ -122,148 +96,82 @@ def _check_launcher(all_facts: Sequence[RankFacts]) -> Row:
             " (srun --mpi=list lists the choices)"
         )
         return Row("launcher", facts["problem"], "wrong", fix)
+    if facts["launcher"] != "none":
+        ranks = "1 rank" if facts["told"][1] == 1 else f"{facts['told'][1]} ranks"
+        return Row("launcher", f"started by {facts['launcher']}, {facts['pmi']}; MPI agrees on {ranks}")
+    finding, tasks = "no launcher: a single process", facts["tasks_of_job"] or 1
     if facts["strange"]:
-        fix = (
-            "start with mpiexec or srun, or set PMI_RANK and PMI_SIZE for each rank: as it is, each"
-            " would be alone"
-        )
         finding += f"; but a launcher shardtrain does not know set {', '.join(facts['strange'])}"
+        fix = "start with mpiexec or srun, or set PMI_RANK and PMI_SIZE; as it is, each rank would be alone"
         return Row("launcher", finding, "warning", fix)
-    if facts["tasks_of_job"] > 1:
-        fix = f"check all of them: srun -n {facts['tasks_of_job']} --mpi=pmi2 shardtrain doctor"
-        finding += f", in a job of {facts['tasks_of_job']} tasks"
-        return Row("launcher", finding, "note", fix)
-    size = count_text(facts["told"][1], "rank")
-    finding = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
-    return Row("launcher", finding)
+    fix = f"check all of them: srun -n {tasks} --mpi=pmi2 shardtrain doctor"
+    job = Row("launcher", f"{finding}, in a job of {tasks} tasks", "note", fix)
+    return job if tasks > 1 else Row("launcher", finding)
 
 
-def _check_absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
-    """Return the row for an MPI that is not installed; a single process does not need it."""
-    finding = f"not installed: {join_texts(hosts)}"
-    install = "install shardtrain[mpi] (README, Installing)"
-    fix = f"nothing for a single process, which needs none; for several {install}"
-    if not alone:
-        fix = f"{install}: launched ranks cannot communicate without it"
-    return Row("library", finding, "note" if alone else "wrong", fix)
-
-
-def _first_line(library: str) -> str:
-    """Return the first line of an MPI version text, shortened.
-
-    >>> _first_line("MPICH Version:      5.0.2\\nMPICH Release date: x")
-    'MPICH Version: 5.0.2'
-    """
-    lines = library.strip("\0 \n").splitlines()
-    return re.sub(r"\s+", " ", lines[0].split(", package")[0]) if lines else "?"
-
-
-def _check_library(firsts: Sequence[RankFacts]) -> Row:
-    """Return the row for the MPI library of mpi4py."""
-    children = [(one.host, one.facts["child"]) for one in firsts]
-    broken = [(host, child["died"]) for host, child in children if "library" not in child]
-    if broken:
-        fix = (
-            "install mpi4py for the MPI of this machine: uv sync for the bundled one, or another"
-            " (README, Installing)"
+def _judge_host(one: RankFacts) -> Iterator[Row]:
+    if "absent" in one:
+        finding, fix = (
+            f"not installed: {', '.join(one['absent'])}",
+            "install shardtrain[mpi] (README, Installing)",
         )
-        finding = "mpi4py does not start: " + join_texts((host, str(died)) for host, died in broken)
-        return Row("library", finding, "wrong", fix)
-    # it starts: show the version and the library of each host
-    texts = [
-        (
-            host,
-            f"{_first_line(child['library'])}, MPI {child['standard']},"
-            f" {', '.join(child['mpi4py_libraries'])}",
-        )
-        for host, child in children
-    ]
-    if len({_first_line(child["library"]) for _, child in children}) > 1:
-        fix = "give every host the same MPI: different ones cannot communicate"
-        return Row("library", join_texts(texts), "wrong", fix)
-    return Row("library", join_texts(texts))
+        if one["told"][1] == 1:
+            fix = f"nothing for a single process, which needs none; for several {fix}"
+            yield Row("library", finding, "note", fix)
+        else:
+            fix += ": launched ranks cannot communicate without it"
+            yield Row("library", finding, "wrong", fix)
+    if "child" not in one:
+        return
+    child, mpiexec = one["child"], one["mpiexec"]
+    if "library" in child:
+        paths = ", ".join(child["mpi4py_libraries"])
+        yield Row("library", f"{_version_text(one)}, MPI {child['standard']}, {paths}")
+        yield _judge_mpi4jax(child)
+        if child["threads"] < 3:
+            fix = (
+                "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: threads call it"
+            )
+            yield Row("threads", THREAD_LEVELS[child["threads"]], "wrong", fix)
+    else:
+        fix = "install mpi4py for this machine's MPI: uv sync for the bundled one, or README, Installing"
+        yield Row("library", f"mpi4py does not start: {child['died']}", "wrong", fix)
+        yield Row("mpi4jax", "not tried: mpi4py does not start")
+    vendor = find_vendor(child.get("library", ""))
+    if "error" in mpiexec:
+        fix = "install shardtrain[mpi], which has one, or launch with --mpiexec PATH; srun needs none"
+        yield Row("mpiexec", mpiexec["error"], "warning", fix)
+    else:
+        row = Row("mpiexec", "{path} ({flavour} {version})".format(**mpiexec))
+        fix = f"use the mpiexec of mpi4py's MPI ({vendor}); with this one each rank would be alone"
+        fits = is_compatible(mpiexec["flavour"], vendor)
+        yield row if fits else replace(row, status="warning", fix=fix)
+    if one.get("cuda_aware") is False:
+        fix = "nothing: arrays pass through host memory; an MPI and mpi4jax built for CUDA would save a copy"
+        yield Row("CUDA-aware", "does not accept device memory", "note", fix)
+    elif "cuda_aware" in one:
+        yield Row("CUDA-aware", "accepts device memory")
 
 
-def _check_threads(firsts: Sequence[RankFacts]) -> list[Row]:
-    levels = [(one.host, one.facts["child"]["threads"]) for one in firsts if "threads" in one.facts["child"]]
-    low = [(host, THREAD_LEVELS[level]) for host, level in levels if level < 3]
-    if not low:
-        return []
-    fix = (
-        "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads call it"
-    )
-    return [Row("threads", join_texts(low), "wrong", fix)]
+def _version_text(one: RankFacts) -> str:
+    """Return the first line of the version, such as "MPICH Version:      5.0.2, package ...", shortened."""
+    first = one["child"]["library"].strip("\0 \n").partition("\n")[0]
+    return " ".join(first.partition(", package")[0].split())
 
 
-def _check_mpi4jax(firsts: Sequence[RankFacts]) -> Row:
+def _judge_mpi4jax(child: Facts) -> Row:
     """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
-    children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
     rebuild = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
     # two MPIs in one process may exchange an array by luck, but not reliably
-    two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
-    if two:
-        finding = "mpi4py and mpi4jax load different MPIs: " + join_texts(two)
+    if len(libraries := child.get("libraries", ())) > 1:
+        finding = f"mpi4py and mpi4jax load different MPIs: {', '.join(libraries)}"
         return Row("mpi4jax", finding, "wrong", rebuild)
     # it does not load, or the test array did not come back as it was sent
-    failed = [(host, str(c["died"] or "it came back modified")) for host, c in children if not c.get("moved")]
-    if failed:
-        loads = all("mpi4jax" in child for _, child in children)
-        finding = ("an array sent to itself: " if loads else "it does not load: ") + join_texts(failed)
-        return Row("mpi4jax", finding, "wrong", rebuild)
-    texts = [
-        (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
-        for host, child in children
-    ]
-    if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
-        finding = f"{join_texts(texts)}; it warns: {join_texts(warned)}"
-        return Row("mpi4jax", finding, "note", "keep the versions of jax and mpi4jax that uv sync installs")
-    return Row("mpi4jax", join_texts(texts) if texts else "not tried: mpi4py does not start")
-
-
-def _check_mpiexec(firsts: Sequence[RankFacts]) -> Row:
-    """Return the row for the mpiexec that `shardtrain launch` uses."""
-    finding = join_texts(
-        (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
-        for one in firsts
-        for m in (one.facts["mpiexec"],)
-    )
-    if any("error" in one.facts["mpiexec"] for one in firsts):
-        fix = (
-            "install shardtrain[mpi], which contains one, or give yours: shardtrain launch --mpiexec PATH;"
-            " srun needs none"
-        )
-        return Row("mpiexec", finding, "warning", fix)
-    other = [
-        (one.host, find_vendor(one.facts["child"]["library"]))
-        for one in firsts
-        if "library" in one.facts["child"]
-        and not is_compatible(one.facts["mpiexec"]["flavour"], find_vendor(one.facts["child"]["library"]))
-    ]
-    if other:
-        fix = (
-            f"start ranks with the mpiexec of mpi4py's MPI ({other[0][1]}); with this one each rank would"
-            " be alone"
-        )
-        return Row("mpiexec", finding, "warning", fix)
-    return Row("mpiexec", finding)
-
-
-def _check_device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
-    finding = join_texts(
-        (host, "accepts device memory" if able else "does not accept device memory") for host, able in probed
-    )
-    if all(able for _, able in probed):
-        return Row("CUDA-aware", finding)
-    fix = (
-        "nothing: arrays are copied through host memory; an MPI and mpi4jax built for CUDA would save a copy"
-    )
-    return Row("CUDA-aware", finding, "note", fix)
-
-
-CHECK = Check(
-    about="MPI's vendor, ABI, threads, launcher, PMI, and an array sent through mpi4jax",
-    collect=collect,
-    evaluate=evaluate,
-    limit_seconds=CHILD_SECONDS + PROBE_SECONDS + 30.0,
-    if_it_hangs="a child process could not be ended: look for processes in state D on that host",
-)
+    if not child.get("moved"):
+        what = "an array sent to itself" if "mpi4jax" in child else "it does not load"
+        return Row("mpi4jax", f"{what}: {child['died'] or 'it came back modified'}", "wrong", rebuild)
+    finding = f"{child['mpi4jax']} loads the same MPI; an array passed through it"
+    if child["warnings"]:
+        fix = "keep the versions of jax and mpi4jax that uv sync installs"
+        return Row("mpi4jax", f"{finding}; it warns: {child['warnings'][0][:200]}", "note", fix)
+    return Row("mpi4jax", finding)

@@ -1,11 +1,11 @@
 """The check `rates`: matrix and memory rates of each device, and whether its matrix products are exact."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text
+from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, rate_text
 from shardtrain.plan.devices import find_device
 from shardtrain.system.excerpts import some
 
@@ -14,8 +14,7 @@ LARGE = (8192, 2**28)
 """Sizes by platform, and for all others: rows of square matrices, and number of float32 elements to copy."""
 
 REPEATS, BUDGET_SECONDS = 5, 1.0
-OUTLIER = {"cpu": 0.5}
-OUTLIER_SHARE = 0.8
+OUTLIER_SHARE, CPU_OUTLIER_SHARE = 0.8, 0.5
 """Fraction of the median rate of its kind below which a device is slow; CPUs, whose ranks interfere, have a
 lower one."""
 
@@ -36,12 +35,8 @@ def collect(context: RankContext) -> Facts:
     """Measure every device of this rank, one after the other, all ranks at the same time."""
     import jax
 
-    return {
-        "devices": [
-            {"platform": device.platform, "kind": device.device_kind, **measure(device)}
-            for device in jax.local_devices()
-        ]
-    }
+    kinds = ((one, {"platform": one.platform, "kind": one.device_kind}) for one in jax.local_devices())
+    return {"devices": [kind | measure(device) for device, kind in kinds]}
 
 
 def measure(device: Any) -> Facts:
@@ -111,42 +106,32 @@ def best(run: Callable[[], None]) -> float:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return a row for each kind of device and measurement, with the slow devices."""
-    kinds = dict.fromkeys(device["kind"] for one in all_facts for device in one.facts["devices"])
-    rows = [_check_products(all_facts)]
-    rows += [row for kind in kinds for name in ITEMS for row in [_check_rate(all_facts, kind, name)]]
-    return [row for row in rows if row is not None]
-
-
-def _check_products(all_facts: Sequence[RankFacts]) -> Row | None:
-    wrong = [
-        f"{one.name} device {i}"
+    devices = {
+        f"{one.name} device {number}": device
         for one in all_facts
-        for i, device in enumerate(one.facts["devices"])
-        if not device["exact"]
-    ]
-    if not wrong:
-        return None
-    fix = "do not train on it: the hardware, its overclocking or its driver makes errors; have it replaced"
-    finding = f"a product of small integers is wrong on {some(wrong)}"
-    return Row("exact products", finding, "wrong", fix)
+        for number, device in enumerate(one["devices"])
+    }
+    rows = []
+    if wrong := [where for where, device in devices.items() if not device["exact"]]:
+        fix = (
+            "do not train on it: the hardware, its overclocking or its driver makes errors; have it replaced"
+        )
+        finding = f"a product of small integers is wrong on {some(wrong)}"
+        rows.append(Row("exact products", finding, "wrong", fix))
+    for kind in dict.fromkeys(device["kind"] for device in devices.values()):
+        alike = {where: device for where, device in devices.items() if device["kind"] == kind}
+        rows += [_check_rate(alike, kind, name) for name in ITEMS]
+    return rows
 
 
-def _check_rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
+def _check_rate(devices: Mapping[str, Facts], kind: str, name: str) -> Row:
     item, unit = ITEMS[name]
-    devices = [
-        (f"{one.name} device {i}", device)
-        for one in all_facts
-        for i, device in enumerate(one.facts["devices"])
-        if device["kind"] == kind
-    ]
-    # the rate of each device of this kind, by rank and number
-    rates = {where: device[name] for where, device in devices}
-    platform = devices[0][1]["platform"]
-    share = OUTLIER.get(platform, OUTLIER_SHARE)
+    rates = {where: device[name] for where, device in devices.items()}
     middle = median(rates.values())
-    text = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
+    finding = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
     # compare devices of one kind with each other, then with the data sheet
-    if slow := find_outliers(rates, share):
+    is_cpu = next(iter(devices.values()))["platform"] == "cpu"
+    if slow := find_outliers(rates, CPU_OUTLIER_SHARE if is_cpu else OUTLIER_SHARE):
         named = some(
             [f"{where} {rate_text(rate, unit)} ({rate / middle:.0%})" for where, rate in slow.items()]
         )
@@ -154,13 +139,13 @@ def _check_rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
             "every step waits for the slowest: check it for another process, heat and clocks"
             " (nvidia-smi -q -d PERFORMANCE), a shared core; or give it fewer rows (--shares)"
         )
-        return Row(item, f"{text}; slow: {named}", "warning", fix)
+        return Row(item, f"{finding}; slow: {named}", "warning", fix)
     peak = _find_peak(kind, name)
     if peak and middle < OF_PEAK * peak:
-        found_text = f"{text}, {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
+        finding += f", {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
         fix = "check for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
-        return Row(item, found_text, "warning", fix)
-    return Row(item, text)
+        return Row(item, finding, "warning", fix)
+    return Row(item, finding)
 
 
 def _find_peak(kind: str, name: str) -> float | None:
@@ -193,13 +178,3 @@ def find_outliers(rates: dict[_Key, float], share: float) -> dict[_Key, float]:
     """
     limit = share * median(rates.values())
     return {name: rate for name, rate in rates.items() if rate < limit}
-
-
-CHECK = Check(
-    about="matrix products and memory bandwidth of every device",
-    collect=collect,
-    evaluate=evaluate,
-    limit_seconds=180.0,
-    if_it_hangs="a device does not answer: nvidia-smi and dmesg there; see the row of devices",
-    measures=True,
-)

@@ -1,4 +1,4 @@
-"""Run the registered checks on all ranks, each with a time limit.
+"""Run the registered checks on all ranks, each with a time limit, and format the table of their rows.
 
 A check that fails or hangs becomes a row of the table. A missing rank becomes a row, and ends the checks.
 """
@@ -6,30 +6,85 @@ A check that fails or hangs becomes a row of the table. A missing rank becomes a
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, worst
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from shardtrain.doctor import binding, devices, files, hosts, links, mpi, rates, versions
+from shardtrain.doctor.check import STATUSES, Facts, RankContext, RankFacts, Row, Status, join_texts
 from shardtrain.islands.rank_timeout import RankTimeout
 from shardtrain.system.excerpts import some
+from shardtrain.system.terminal import printable
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: a function that collects its facts, and one that converts them to rows.
+
+    Args:
+      collect: collects facts; runs on every rank at the same time.
+      evaluate: returns the rows for the facts of all ranks on which `collect` succeeded (at least one).
+      limit_seconds: time limit of `collect`.
+      if_it_hangs: the fix if `collect` exceeds its time limit.
+      measures: whether it is a slow measurement, which --quick skips.
+    """
+
+    collect: Callable[[RankContext], Facts]
+    evaluate: Callable[[Sequence[RankFacts]], list[Row]]
+    limit_seconds: float
+    if_it_hangs: str
+    measures: bool = False
+
+
+NETWORK = (
+    "messages do not pass: see ports and mpi; MPI may have chosen a network that hosts do not share"
+    " (MPICH: UCX_NET_DEVICES or FI_PROVIDER=tcp; Open MPI: --mca btl_tcp_if_include)"
+)
 
 CHECKS: Mapping[str, Check] = {
-    "names": names.CHECK,
-    "ports": ports.CHECK,
-    "mpi": mpi.CHECK,
-    "versions": versions.CHECK,
-    "devices": devices.CHECK,
-    "binding": binding.CHECK,
-    "files": files.CHECK,
-    "rates": rates.CHECK,
-    "links": links.CHECK,
-}
+    "names": Check(
+        hosts.collect_names, hosts.evaluate_names, 60.0,
+        "name servers do not answer: correct /etc/resolv.conf, or put the hosts into /etc/hosts",
+    ),
+    "ports": Check(hosts.collect_ports, hosts.evaluate_ports, 90.0, "see names and the host's firewall"),
+    "mpi": Check(
+        mpi.collect, mpi.evaluate, mpi.CHILD_SECONDS + mpi.PROBE_SECONDS + 30.0,
+        "a child process could not be ended: look for processes in state D on that host",
+    ),
+    "versions": Check(
+        versions.collect, versions.evaluate, 60.0,
+        "Python's environment is on a file system that does not answer",
+    ),
+    "devices": Check(
+        devices.collect, devices.evaluate, devices.CHILD_SECONDS + 60.0,
+        "a GPU's driver hangs: nvidia-smi, dmesg; a reboot of that host is usual",
+    ),
+    "binding": Check(
+        binding.collect, binding.evaluate, 20.0,
+        "/proc or /sys does not answer: the kernel of that host has a problem, see dmesg",
+    ),
+    "files": Check(
+        files.collect, files.evaluate, 90.0,
+        "the run folder's file system does not answer: see mount, dmesg, the server; or another --run-dir",
+    ),
+    "rates": Check(
+        rates.collect, rates.evaluate, 180.0,
+        "a device does not answer: nvidia-smi and dmesg there; see the row of devices", measures=True,
+    ),
+    "links": Check(links.collect, links.evaluate, 180.0, NETWORK, measures=True),
+}  # fmt: skip
 """Name -> check, in the order in which they run: cheap ones, which explain failures of others, come first."""
 
 SLACK_SECONDS = 10.0
 """Seconds after the time limit of a check in which a rank must send its result."""
+
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
+"""Status -> rich style."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +108,7 @@ class CheckResults:
     @property
     def status(self) -> Status:
         """The worst status of all rows."""
-        return worst(row.status for row in self.rows)
+        return STATUSES[max((STATUSES.index(row.status) for row in self.rows), default=0)]
 
 
 def run_checks(
@@ -69,21 +124,23 @@ def run_checks(
     Returns:
       The same result on every rank, unless a rank is missing.
     """
-    context, *others = contexts
+    control = contexts[0].control
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     facts: dict[str, dict[str, Facts]] = {}
-    present, hung = list(range(context.control.size)), False
-    for (name, check), own in zip(checks.items(), others, strict=True):
-        outcome = collect_in_thread(check, own)
-        outcomes, missing = _gather_outcomes(context, name, outcome, check.limit_seconds + slack_seconds)
+    present, hung = list(range(control.size)), False
+    for (name, check), own in zip(checks.items(), contexts[1:], strict=True):
+        outcome, missing = collect_in_thread(check, own), None
+        try:
+            outcomes = dict(enumerate(control.all_gather(name, outcome, check.limit_seconds + slack_seconds)))
+        except RankTimeout as timeout:
+            outcomes, missing = timeout.received, str(timeout)
         hung = hung or any(one["hung"] for one in outcomes.values())
         seconds[name] = max(one["seconds"] for one in outcomes.values())
-        facts[name] = {context.control.names[rank]: one["facts"] for rank, one in outcomes.items()}
-        rows += evaluate_check(name, check, context, outcomes)
+        facts[name] = {control.names[rank]: one["facts"] for rank, one in outcomes.items()}
+        rows += evaluate_check(name, check, contexts[0], outcomes)
         if missing is not None:
-            left = list(checks)[list(checks).index(name) + 1 :]
-            rows.append(report_missing(name, str(missing), left))
+            rows.append(report_missing(missing, list(checks)[len(seconds) :]))
             present, hung = sorted(outcomes), True
             break
     return CheckResults(rows=tuple(rows), seconds=seconds, facts=facts, present=tuple(present), hung=hung)
@@ -109,35 +166,18 @@ def collect_in_thread(check: Check, context: RankContext) -> Facts:
     thread.start()
     thread.join(check.limit_seconds)
     hung = thread.is_alive()
-    failed = f"it did not end within {check.limit_seconds:.0f} s" if hung else box["failed"]
-    facts = None if hung else box["facts"]
-    return {"facts": facts, "failed": failed, "hung": hung, "seconds": time.monotonic() - began}
-
-
-def _gather_outcomes(
-    context: RankContext, name: str, outcome: Facts, timeout_seconds: float
-) -> tuple[dict[int, Facts], Any]:
-    """All-gather the outcomes; also return the timeout error if a rank is missing."""
-    if context.control.size == 1:
-        return {0: outcome}, None
-    try:
-        return dict(enumerate(context.control.all_gather(name, outcome, timeout_seconds))), None
-    except RankTimeout as missing:
-        return missing.received, missing
+    found = {"facts": None, "failed": f"it did not end within {check.limit_seconds:.0f} s"} if hung else box
+    return {**found, "hung": hung, "seconds": time.monotonic() - began}
 
 
 def evaluate_check(name: str, check: Check, context: RankContext, outcomes: Mapping[int, Facts]) -> list[Row]:
     """Return the rows of a check, and rows for the ranks on which it failed or hung."""
     names = context.control.names
-    facts = [
-        RankFacts(rank=rank, name=names[rank], host=context.hosts[rank], facts=one["facts"])
-        for rank, one in sorted(outcomes.items())
-        if one["facts"] is not None
-    ]
+    found = {rank: one["facts"] for rank, one in sorted(outcomes.items()) if one["facts"] is not None}
     rows: list[Row] = []
-    if facts:
+    if found:
         try:
-            rows = check.evaluate(facts)
+            rows = check.evaluate([RankFacts(r, names[r], context.hosts[r], one) for r, one in found.items()])
         except Exception as error:
             # unexpected facts must not hide the results of the other checks
             finding = f"the facts were not understood: {type(error).__name__}: {error}"
@@ -151,10 +191,10 @@ def evaluate_check(name: str, check: Check, context: RankContext, outcomes: Mapp
     return [replace(row, check=row.check or name) for row in rows]
 
 
-def report_missing(name: str, text: str, left: Sequence[str]) -> Row:
+def report_missing(text: str, left: Sequence[str]) -> Row:
     """Return the row for missing ranks.
 
-    >>> report_missing("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
+    >>> report_missing("rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
     "rank 1 (host b) did not reach 'files' within 40 s; not checked: rates"
     """
     rest = f"; not checked: {some(left, 9)}" if left else ""
@@ -163,3 +203,29 @@ def report_missing(name: str, text: str, left: Sequence[str]) -> Row:
         " (--hosts) or start again"
     )
     return Row("missing", f"{text}{rest}", "wrong", fix, check="ranks")
+
+
+def doctor_table(rows: Sequence[Row], seconds: Mapping[str, float]) -> Group:
+    """Return the table of all rows, a summary and the duration of each check, for a rich console."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name, share in (("check", None), ("finding", 3), ("status", None), ("what to do", 3)):
+        table.add_column(name, ratio=share, overflow="fold", no_wrap=share is None)
+    for number, row in enumerate(rows):
+        if number and row.check != rows[number - 1].check:
+            table.add_section()
+        texts = (f"{row.check}: {row.item}", printable(row.finding), row.status, row.fix)
+        table.add_row(*(Text(text, style=STYLES.get(text, "")) for text in texts))
+    times = ", ".join(f"{name} {time:.1f}" for name, time in seconds.items())
+    took = f"took {sum(seconds.values()):.1f} s: {times}"
+    return Group(table, Text(summary([row.status for row in rows])), Text(took))
+
+
+def summary(statuses: Sequence[str]) -> str:
+    """Format the number of rows of each status, the worst first.
+
+    >>> summary(["ok", "warning", "ok"]), summary(["ok"]), summary(["wrong", "wrong"])
+    ('1 warning, 2 ok', 'nothing is wrong: 1 ok', '2 wrong')
+    """
+    counts = Counter(statuses)
+    text = ", ".join(f"{counts[status]} {status}" for status in reversed(STATUSES) if counts[status])
+    return text if counts["wrong"] or counts["warning"] else f"nothing is wrong: {text}"

@@ -1,72 +1,119 @@
-"""Connect the launched ranks for the checks, or report why MPI does not start. Next: `runner.py`."""
+"""Connect the launched ranks for the checks, or report why MPI does not start. Next: `runner.py`.
 
+Programs that might crash or hang, such as the start of MPI, run in child processes.
+"""
+
+import json
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from shardtrain.doctor.check import ControlChannel
-from shardtrain.doctor.child import launch_problem
+from shardtrain.doctor.check import Facts, RankContext
+from shardtrain.islands.launcher_variables import LAUNCHERS, drop_launch_variables
+from shardtrain.islands.mpi_library import find_vendor, library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
-from shardtrain.islands.rank_placement import PROCESSES, find_placement, parse_processes, placement_problem
+from shardtrain.islands.rank_placement import PROCESSES, find_placement, parse_processes
+
+LIBRARY_SECONDS = 60.0
+LIBRARY = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
 
 
-class SingleProcess:
-    """The control channel of a single process, which exchanges nothing."""
-
-    def __init__(self, name: str) -> None:
-        self.names = [name]
-        self.rank, self.size = 0, 1
-
-    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
-        """Return the value in a list."""
-        return [value]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """The connected ranks, or the reason why they cannot be connected.
+def run_child(program: str, environ: Mapping[str, str], timeout_seconds: float) -> Facts:
+    """Run a program that prints a JSON object per line, and return the merged objects.
 
     Args:
-      controls: control channels: one to gather results, and one for each check.
-      hosts: rank -> host.
-      comm: the MPI communicator of all ranks; None for a single process.
-      problem: why the launched ranks cannot exchange messages.
-      islands_problem: why the ranks cannot be divided into islands.
+      program: Python source code.
+      environ: environment of the parent; the child gets it without variables of a launcher.
+      timeout_seconds: seconds until the child and its own children are killed.
+
+    Returns:
+      The printed facts, and `died`: None if the program succeeded, else a text about its end.
+
+    >>> run_child("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
+    {'a': 1, 'died': 'no b'}
     """
+    own = drop_launch_variables(environ, keep_settings=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", program], env=own, start_new_session=True, **pipes)
+    try:
+        out, err = child.communicate(timeout=timeout_seconds)
+        died = None if child.returncode == 0 else _failure_text(child.returncode, err)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        out, err = child.communicate()
+        died = f"it did not end within {timeout_seconds:.0f} s"
+    facts: Facts = {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            facts |= json.loads(line)
+    return facts | {"died": died}
 
-    controls: tuple[ControlChannel, ...]
-    hosts: tuple[str, ...]
-    comm: Any
-    problem: str | None = None
-    islands_problem: str | None = None
+
+def _failure_text(code: int, err: str) -> str:
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    # jax ends its own errors with a hint about filtered frames
+    lines = [line for line in lines if not line.startswith(("For simplicity", "----"))]
+    return lines[-1][:300] if lines else f"it ended with code {code}"
 
 
-def connect_ranks(
-    environment: RankEnvironment, environ: Mapping[str, str], num_controls: int, patience_seconds: float
-) -> Connection:
+def is_compatible(launcher: str, library: str) -> bool:
+    """Return whether a launcher of one vendor can start ranks that use a library of another.
+
+    MPICH and Intel MPI use the same PMI. An unknown library counts as compatible.
+
+    >>> is_compatible("hydra", "intel"), is_compatible("openmpi", "hydra")
+    (True, False)
+    """
+    return library == "other" or (launcher == "openmpi") == (library == "openmpi")
+
+
+def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
+    """Return why MPI would not start or not find the other ranks; None if it should work.
+
+    A child process without launcher variables loads mpi4py, because that might end a rank of another MPI.
+    """
+    facts = run_child(LIBRARY, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
+    if "library" not in facts:
+        return f"mpi4py does not start: {facts['died']}"
+    # srun and flux start the ranks of any MPI
+    launcher = LAUNCHERS[environment.launcher].mpi_vendor
+    if launcher is None or is_compatible(launcher, find_vendor(facts["library"])):
+        return None
+    return (
+        f"the ranks were started by {environment.launcher}, and mpi4py belongs to another MPI"
+        f" ({facts['library'].splitlines()[0].strip()}): it"
+        f" would not start, or each of {environment.size} ranks would be alone"
+    )
+
+
+def connect_ranks(alone: RankContext, num_controls: int, patience_seconds: float) -> list[RankContext]:
     """Connect the ranks.
 
     Args:
-      environment: rank, size and host of this process.
-      environ: the environment variables.
-      num_controls: number of control channels to make.
+      alone: the context of this process if it is the only one.
+      num_controls: number of contexts to make, each with a control channel of its own.
       patience_seconds: seconds to wait for the other ranks, and for MPI to start.
+
+    Returns:
+      The contexts; with a `problem` if the launched ranks cannot be connected.
 
     Raises:
       bridge.RankTimeout: a rank sent nothing, although MPI started on it.
     """
-    name = f"rank {environment.rank} (host {environment.host})" if environment.size > 1 else environment.host
-    alone = Connection(controls=(SingleProcess(name),) * num_controls, hosts=(environment.host,), comm=None)
-    if environment.size == 1:
-        return alone
+    environment, size = alone.environment, alone.environment.size
+    if size == 1:
+        return [alone] * num_controls
     # 1. find mistakes of the launch that need no MPI
-    if problem := launch_problem(environment, environ):
-        return replace(alone, problem=problem)
-    who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
+    if problem := launch_problem(environment, alone.environ):
+        return [replace(alone, problem=problem)] * num_controls
+    who = f"rank {environment.rank} of {size} (host {environment.host})"
     # 2. start MPI, watched by a child process: it may end this process without a message
     with watch_mpi_start(who, 2 * patience_seconds):
         from shardtrain.islands.bridge import Control, world
@@ -74,52 +121,32 @@ def connect_ranks(
 
         try:
             comm = world()
+            if (comm.rank, comm.size) != (environment.rank, size):
+                raise ValueError(format_other_mpi(environment, comm.rank, comm.size))
         except ValueError as problem:
-            return replace(alone, problem=str(problem))
-        if (comm.rank, comm.size) != (environment.rank, environment.size):
-            return replace(alone, problem=format_other_mpi(environment, comm.rank, comm.size))
-        controls = tuple(Control(comm) for _ in range(num_controls))
-        hosts = controls[0].all_gather("start", environment.host, patience_seconds)
+            return [replace(alone, problem=str(problem))] * num_controls
+        controls = [Control(comm, patience_seconds=patience_seconds) for _ in range(num_controls)]
+        hosts = tuple(controls[0].all_gather("start", environment.host))
     # 3. assign ranks to islands; a mistake there must not keep the other checks from running
     problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
     try:
-        processes = parse_processes(environ.get(PROCESSES, "1"))
-        problem = placement_problem(environment.size, processes)
+        processes = parse_processes(alone.environ.get(PROCESSES, "1"))
+        names = [rank_name(find_placement(rank, size, processes), host) for rank, host in enumerate(hosts)]
     except ValueError as error:
-        problem, processes = str(error), 1
-    if problem is None:
-        placements = [find_placement(rank, environment.size, processes) for rank in range(environment.size)]
-        names = [rank_name(placement, host) for placement, host in zip(placements, hosts, strict=True)]
+        problem = str(error)
     for control in controls:
         control.names = names
-        control.patience_seconds = patience_seconds
-    return Connection(controls=controls, hosts=tuple(hosts), comm=comm, islands_problem=problem)
+    return [replace(alone, control=c, hosts=hosts, comm=comm, islands_problem=problem) for c in controls]
 
 
-def late_text(who: str, after_seconds: float) -> str:
-    """Return the message for a rank on which MPI does not start.
-
-    >>> late_text("rank 1 of 2 (host a)", 60.0)[:65]
-    'shardtrain doctor: rank 1 of 2 (host a): MPI did not start within'
-    """
-    return (
-        f"shardtrain doctor: {who}: MPI did not start within {after_seconds:.0f} s; the hosts may not"
-        " reach each other, or their MPIs differ. Run `shardtrain doctor` alone on each host, then on two of"
-        " them\n"
-    )
-
-
-def format_ended(who: str) -> str:
-    """Return the message for a rank that ended while MPI started.
-
-    >>> format_ended("rank 1 of 2 (host a)")[:68]
-    'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
-    """
-    return (
-        f"shardtrain doctor: {who}: the process ended while MPI started, or because another rank"
-        " ended; MPI's own message is above. Run `shardtrain doctor` alone on this host; with srun add"
-        " --mpi=pmi2 or --mpi=pmix\n"
-    )
+LATE = (
+    "shardtrain doctor: {who}: MPI did not start within {seconds:.0f} s; the hosts may not reach each other,"
+    " or their MPIs differ. Run `shardtrain doctor` alone on each host, then on two of them\n"
+)
+ENDED = (
+    "shardtrain doctor: {who}: the process ended while MPI started, or because another rank ended; MPI's own"
+    " message is above. Run `shardtrain doctor` alone on this host; with srun add --mpi=pmi2 or --mpi=pmix\n"
+)
 
 
 @contextmanager
@@ -135,10 +162,10 @@ def watch_mpi_start(who: str, after_seconds: float) -> Iterator[None]:
         try:
             os.close(write)
             if not select.select([read], [], [], after_seconds)[0]:
-                os.write(2, late_text(who, after_seconds).encode())
+                os.write(2, LATE.format(who=who, seconds=after_seconds).encode())
                 os.kill(parent, signal.SIGKILL)
             elif os.read(read, 1) == b"":
-                os.write(2, format_ended(who).encode())
+                os.write(2, ENDED.format(who=who).encode())
         finally:
             os._exit(0)
     os.close(read)

@@ -45,6 +45,8 @@ def refuse(asked: str, problems: Sequence[str]) -> None:
         raise problems_error(asked, problems)
 
 
-def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
-    """Return one error that lists every problem, one per line."""
+def problems_error(asked: str, problems: Sequence[str], most: int | None = None) -> ValueError:
+    """Return one error that lists every problem, one per line; at most `most`, and the number of others."""
+    if most is not None and len(problems) > most:
+        problems = [*problems[:most], f"and {len(problems) - most} more"]
     return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))

@@ -35,7 +35,6 @@ def supervise_islands(
     *,
     time_seconds: float | None = None,
     stop_seconds: float = 120,
-    write: Callable[[str], object] = terminal.err,
 ) -> int:
     """Run elastic islands until all have ended.
 
@@ -46,7 +45,6 @@ def supervise_islands(
       environ: the environment of the commands, without the variables that they add.
       time_seconds: time limit, at which the islands are killed; None disables it.
       stop_seconds: seconds before the time limit at which the islands are asked to leave.
-      write: receives the messages.
 
     Returns:
       0 if an island ended with 0: the run is done. Else 75 if the last one ended with 75, or else the code
@@ -55,8 +53,8 @@ def supervise_islands(
     Raises:
       OSError: a command cannot be run, or a log cannot be written.
     """
-    islands = _Islands(launches, logs, restarts, environ)
-    with Supervisor(islands, write) as supervisor:
+    islands = Islands(launches, logs, restarts, environ)
+    with Supervisor(islands) as supervisor:
         islands.tell = supervisor.tell
         code = supervisor.wait(time_seconds, stop_seconds)
     if supervisor.killed:
@@ -66,7 +64,7 @@ def supervise_islands(
         # the islands may have got another signal for it
         return code if code not in LEFT or not supervisor.asked_by else 128 + supervisor.asked_by
     if code not in (DONE, TEMPORARY_FAILURE) and islands.first_failure:
-        supervisor.tell(islands.first_failure.text)
+        supervisor.tell(islands.first_failure[1])
     return code
 
 
@@ -81,13 +79,7 @@ class _Running:
     release: Callable[[], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    code: int
-    text: str
-
-
-class _Islands:
+class Islands:
     """The processes of elastic islands, some of which wait for their restart."""
 
     plural = "islands"
@@ -101,7 +93,8 @@ class _Islands:
         self._num_restarts = 0
         self._codes: list[int] = []
         self._asked = False
-        self.first_failure: _Failure | None = None
+        # (exit code, report)
+        self.first_failure: tuple[int, str] | None = None
         self.tell: Callable[[str], object] = terminal.err
 
     def start(self) -> None:
@@ -184,7 +177,7 @@ class _Islands:
         how = f"exit code {code}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
         error = error_text(read_log(ended.log, ended.log_from))
         text = f"\n=== island {number} failed first: {how} ===\n{error}\n\nwhole log: {ended.log}\n"
-        self.first_failure = self.first_failure or _Failure(code=code, text=text)
+        self.first_failure = self.first_failure or (code, text)
         # a mistake of the user, or a run that is done: another start does not help
         if code == USAGE_ERROR or DONE in self._codes or not self._restarts.most:
             then = ""
@@ -203,4 +196,4 @@ class _Islands:
         *_, last = self._codes
         if last == TEMPORARY_FAILURE or self._asked or self.first_failure is None:
             return last
-        return self.first_failure.code
+        return self.first_failure[0]

@@ -248,12 +248,11 @@ class Follower:
                     piece = piece[os.write(1, piece) :]
 
 
-def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None = None):
+def guard(group: int, lost: Path | None = None):
     """End a process group when this process dies, however it dies.
 
     Args:
       group: the process group.
-      then: the signal that ends it.
       lost: file for the time of death, in seconds since the epoch; None writes none.
 
     Returns:
@@ -269,7 +268,7 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None =
             os.closerange(read + 1, os.sysconf("SC_OPEN_MAX"))
             if os.read(read, 1) == b"":
                 seconds = time.time()
-                kill_group(group, then)
+                kill_group(group)
                 if lost is not None:
                     replace_file(lost, str(seconds).encode())
         finally:
@@ -284,10 +283,10 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None =
     return release
 
 
-def kill_group(group: int, then: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a process group, if it still exists."""
+def kill_group(group: int) -> None:
+    """Kill a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, then)
+        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
@@ -29,6 +29,9 @@ from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.stop_signals import STOPPING, Repeats, select_handled
+
+if TYPE_CHECKING:
+    from shardtrain.launch.elastic import Islands
 
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
@@ -46,7 +49,6 @@ def supervise_once(
     *,
     time_seconds: float | None = None,
     stop_seconds: float = 120,
-    write: Callable[[str], object] = terminal.err,
 ) -> LaunchEnd:
     """Run a launch once, and report how it ended.
 
@@ -56,7 +58,6 @@ def supervise_once(
       environ: the environment of the command, without the variables that the launch adds.
       time_seconds: time limit, at which the ranks are killed; None disables it.
       stop_seconds: seconds before the time limit at which the ranks are asked to stop.
-      write: receives the messages.
 
     Returns:
       How the launch ended, with the exit code of the rank that failed first (128 + n for signal n), or else
@@ -76,8 +77,8 @@ def supervise_once(
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
     # run the command, then make sure that no rank outlives it
-    ranks = _LaunchedRanks(launch, environ, logs)
-    with Supervisor(ranks, write) as supervisor:
+    ranks = LaunchedRanks(launch, environ, logs)
+    with Supervisor(ranks) as supervisor:
         code = supervisor.wait(time_seconds, stop_seconds)
     _end_left_behind(logs)
     # what to report, and whether another start helps, follows from how the ranks ended
@@ -91,54 +92,15 @@ def supervise_once(
     return replace(outcome, asked=supervisor.asked or outcome.asked, step=step)
 
 
-class Processes(Protocol):
-    """The processes of a launch, as their supervisor uses them.
-
-    Attributes:
-      plural: what they are, for messages.
-    """
-
-    plural: str
-
-    def start(self) -> None:
-        """Start them.
-
-        Raises:
-          OSError: the command cannot be run.
-        """
-        ...
-
-    def look(self, wait_seconds: float) -> None:
-        """Show new output, and act on what has ended."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return the exit code once all have ended and their output is shown; None before."""
-        ...
-
-    def ask(self, asked_by: signal.Signals | None) -> None:
-        """Ask them to stop and save; None asks at the time limit."""
-        ...
-
-    def kill(self) -> None:
-        """Kill them at once."""
-        ...
-
-    def close(self) -> None:
-        """Release what belongs to them, after the end."""
-        ...
-
-
 class Supervisor:
     """Runs processes to their end: the handlers of signals, and the time limit.
 
     Args:
       processes: what runs.
-      write: receives the messages.
     """
 
-    def __init__(self, processes: Processes, write: Callable[[str], object]) -> None:
-        self._processes, self._tell = processes, write
+    def __init__(self, processes: "LaunchedRanks | Islands") -> None:
+        self._processes = processes
         self.asked_by: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
         self._repeats = Repeats()
@@ -201,15 +163,15 @@ class Supervisor:
         """Print a message, if the terminal still exists."""
         # the terminal may be gone, and then the ranks must still be asked to save
         with contextlib.suppress(OSError):
-            self._tell(text)
+            terminal.err(text)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
 
-class _LaunchedRanks:
-    """The running process of a launcher, which starts the ranks."""
+class LaunchedRanks:
+    """The running process of a launcher, which starts the ranks; `elastic.Islands` has the same methods."""
 
     plural = "ranks"
 
@@ -291,19 +253,15 @@ class _LaunchedRanks:
 
 def _end_left_behind(logs: Path) -> None:
     """Kill `launch.rank` processes on this host that did not end with their launcher."""
-    pids = [pid for path in logs.glob("rank-*.json") if (pid := _read_keeper_pid(path)) is not None]
+    here = {socket.gethostname(), os.environ.get(HOST)}
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.json")]
+    pids = [record["pid"] for record in records if record["host"] in here]
     deadline = time.monotonic() + LEFT_BEHIND_SECONDS
     while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_SECONDS)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _read_keeper_pid(path: Path) -> int | None:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    here = {socket.gethostname(), os.environ.get(HOST)}
-    return record["pid"] if record["host"] in here else None
 
 
 def _is_keeper(pid: int) -> bool:

@@ -60,8 +60,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
         tasks = [row for _, row in rows]
         problems = _size_problems(tasks) or _part_problems(tasks)
     if problems:
-        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        raise problems_error(f"schedule file {path} cannot be read", problems[:MOST_PROBLEMS] + more)
+        raise problems_error(f"schedule file {path} cannot be read", problems, MOST_PROBLEMS)
     table = _parse_rows([row for _, row in rows], Path(path).name, lockstep)
     check(table)
     return table

@@ -6,7 +6,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,6 @@ from shardtrain.system.excerpts import some
 
 MESH = "strategy.layout.mesh."
 CHUNK_ITEMS = 1 << 22
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrayChange:
-    """The difference between the values of an array in two checkpoints.
-
-    Args:
-      path: the path of the array.
-      max_abs: largest absolute difference.
-      relative: norm of the difference over the norm of the first.
-      norms: norms of the first and the second.
-    """
-
-    path: str
-    max_abs: float
-    relative: float
-    norms: tuple[float, float]
 
 
 def list_text(readers: list[CheckpointReader], unfinished: list[Path], best: BestStep | None = None) -> str:
@@ -84,11 +66,11 @@ def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
         f"run: {line}" for line in compare_descriptions(*(x.extra.get("run") or {} for x in (first, second)))
     ]
     both = [path for path in a if path in b and _alike(a[path], b[path])]
-    changes = [compare_arrays(path, first.read(path), second.read(path)) for path in both]
+    changes = [(path, *compare_arrays(first.read(path), second.read(path))) for path in both]
     rows = [
-        (each.path, f"{each.max_abs:.3g}", f"{each.relative:.3g}", *(f"{norm:.6g}" for norm in each.norms))
-        for each in changes
-        if each.max_abs != 0
+        (path, f"{largest:.3g}", f"{relative:.3g}", *(f"{norm:.6g}" for norm in norms))
+        for path, largest, relative, *norms in changes
+        if largest != 0
     ]
     same = len(both) - len(rows)
     header = ("array", "largest change", "relative", "norm before", "norm after")
@@ -98,11 +80,14 @@ def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
     )
 
 
-def compare_arrays(path: str, first: np.ndarray, second: np.ndarray) -> ArrayChange:
-    """Return the difference of two arrays of one shape; NaN in the same places is no difference.
+def compare_arrays(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float, float]:
+    """Compare two arrays of one shape; NaN in the same places is no difference.
 
-    >>> compare_arrays("w", np.array([3.0, 4.0]), np.array([3.0, 4.5]))
-    ArrayChange(path='w', max_abs=0.5, relative=0.1, norms=(5.0, 5.408326913195984))
+    Returns:
+      The largest absolute difference, the norm of the difference over that of the first, and both norms.
+
+    >>> compare_arrays(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    (0.5, 0.1, 5.0, 5.408326913195984)
     """
     largest, sums = 0.0, np.zeros(3)
     for a, b in _chunks(first, second):
@@ -113,7 +98,7 @@ def compare_arrays(path: str, first: np.ndarray, second: np.ndarray) -> ArrayCha
         sums += [np.square(difference).sum(), np.square(a).sum(), np.square(b).sum()]
     difference_norm, *norms = (float(norm) for norm in np.sqrt(sums))
     relative = difference_norm / norms[0] if norms[0] else (0.0 if difference_norm == 0 else math.inf)
-    return ArrayChange(path=path, max_abs=largest, relative=relative, norms=(norms[0], norms[1]))
+    return largest, relative, norms[0], norms[1]
 
 
 def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -136,7 +121,8 @@ def _list_row(reader: CheckpointReader, best: BestStep | None) -> tuple[Any, ...
     problems += [
         f"{name} has changed since it was saved"
         for part, (manifest, _) in read.items()
-        for name in (_list_other_sizes(reader.folders[part], manifest) if manifest else [])
+        for name, file in (manifest.files.items() if manifest else ())
+        if measure_file(reader.folders[part], name) != file.num_bytes
     ]
     if reader.missing:
         verb = "is" if len(reader.missing) == 1 else "are"
@@ -151,10 +137,6 @@ def _list_row(reader: CheckpointReader, best: BestStep | None) -> tuple[Any, ...
         _mesh((manifests[0].extra.get("run") or {}) if manifests else {}),
         "; ".join(problems or ["finished"]) + mark,
     )
-
-
-def _list_other_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    return [name for name, file in manifest.files.items() if measure_file(folder, name) != file.num_bytes]
 
 
 def _format_saved(manifest: Manifest, reader: CheckpointReader) -> str:

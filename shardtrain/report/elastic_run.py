@@ -154,11 +154,8 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
     found = []
     for index, epoch in enumerate(history.epochs):
         # a short epoch has the speed of others with as many islands
-        same = [
-            x
-            for x, other in zip(measured, history.epochs, strict=True)
-            if x and len(other.names) == len(epoch.names)
-        ]
+        others_too = zip(measured, history.epochs, strict=True)
+        same = [x for x, other in others_too if x and len(other.names) == len(epoch.names)]
         whole = (seconds[index] - others[index]) / max(len(steps[index]), 1)
         usual = measured[index] or (statistics.median(same) if same else whole)
         found.append(
@@ -310,30 +307,19 @@ def past_text(past: ElasticPast) -> str:
     most = max(len(each.epoch.members) for each in past.epochs)
     repeated = {each.epoch.step: each.epoch.every for each in past.epochs if each.epoch.repeats}
     slots = past.epochs[0].epoch.num_slots
-    epochs = [
-        [
-            each.epoch.number,
-            duration_text(each.began),
-            each.epoch.step,
-            len(each.epoch.members),
-            each.epoch.every if each.epoch.repeats else "",
-            each.epoch.why,
-        ]
-        for each in past.epochs
-    ]
-    islands = [
-        [
-            each.name,
-            each.host,
-            mesh_line(each.mesh) if each.mesh else "",
-            duration_text(each.came),
-            duration_text(each.gone),
-            each.why,
-            each.num_slots,
-            f"{each.num_slots / max(past.num_steps * slots, 1):.1%}",
-        ]
-        for each in past.islands
-    ]
+    epochs, islands = [], []
+    for each in past.epochs:
+        epoch, repeats = each.epoch, each.epoch.every if each.epoch.repeats else ""
+        size = len(epoch.members)
+        epochs.append([epoch.number, duration_text(each.began), epoch.step, size, repeats, epoch.why])
+    for island in past.islands:
+        times = duration_text(island.came), duration_text(island.gone)
+        share = f"{island.num_slots / max(past.num_steps * slots, 1):.1%}"
+        mesh = mesh_line(island.mesh) if island.mesh else ""
+        islands.append([island.name, island.host, mesh, *times, island.why, island.num_slots, share])
+    seconds = {"steps, at the speed of the most islands": past.num_steps * past.step_seconds}
+    seconds |= {CAUSES[cause]: lost for cause, lost in past.lost_seconds.items() if round(lost, 1)}
+    rows = [(name, round(x, 1), f"{x / (past.wall_seconds or 1.0):.1%}") for name, x in seconds.items()]
     plain = f"; {past.num_plain:,} more steps were trained without --elastic" if past.num_plain else ""
     return (
         f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)},"
@@ -341,19 +327,6 @@ def past_text(past: ElasticPast) -> str:
         f" once{plain}\n"
         + table_text(["epoch", "after", "first step", "islands", "repeated steps", "why"], epochs)
         + table_text(["island", "host", "mesh", "came", "gone", "why", "slots", "share of rows"], islands)
-        + _time_text(past)
-    )
-
-
-def _time_text(past: ElasticPast) -> str:
-    whole = past.wall_seconds or 1.0
-    useful = past.num_steps * past.step_seconds
-    rows = [("steps, at the speed of the most islands", useful)]
-    rows += [(CAUSES[cause], seconds) for cause, seconds in past.lost_seconds.items() if round(seconds, 1)]
-    return (
-        f"goodput {past.goodput:.1%}: a step takes {seconds_text(past.step_seconds)} with the most islands;"
-        " the time before the first epoch is not known\n"
-        + table_text(
-            ["what", "seconds", "share"], [(name, round(x, 1), f"{x / whole:.1%}") for name, x in rows]
-        )
+        + f"goodput {past.goodput:.1%}: a step takes {seconds_text(past.step_seconds)} with the most islands;"
+        " the time before the first epoch is not known\n" + table_text(["what", "seconds", "share"], rows)
     )

@@ -18,9 +18,6 @@ class Mean:
         sum: the sum of the values.
         count: the number of values, or their total weight; at least 0.
 
-    Raises:
-        ValueError: the count is negative.
-
     Examples:
         >>> (Mean(sum=6.0, count=2) + Mean(sum=3.0, count=1)).value
         3.0
@@ -30,13 +27,6 @@ class Mean:
 
     sum: float = 0.0
     count: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.count < 0:
-            raise ValueError(
-                f"a mean over count {self.count:g} was asked for. A count is 0 or more: "
-                "pass how many values the sum is over."
-            )
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(sum=self.sum + other.sum, count=self.count + other.count)

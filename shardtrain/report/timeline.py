@@ -23,7 +23,9 @@ def task_text(task: Task, num_chunks: int = 1) -> str:
     >>> task_text(Task(5, 0, 1, 12, "backward"), num_chunks=2)
     'B12b'
     """
-    return LETTERS[task.kind] + str(task.microbatch) + _chunk_text(task.chunk, num_chunks)
+    # a letter, or a number after a dot if there are more than 26
+    chunk = chr(ord("a") + task.chunk) if num_chunks <= 26 else f".{task.chunk}"
+    return LETTERS[task.kind] + str(task.microbatch) + (chunk if num_chunks > 1 else "")
 
 
 def timeline_text(table: Table, width: int | None = None) -> str:
@@ -60,7 +62,9 @@ def timeline_text(table: Table, width: int | None = None) -> str:
         num_tasks = _format_count(sum(task.tick >= shown for task in table.tasks), "task")
         lines.append(f"ticks {shown} to {table.num_ticks - 1} do not fit here: {num_tasks}")
     last = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
-    lines = [heading(table), *lines, _legend(table), last]
+    kinds = ", ".join(f"{LETTERS[kind]} {kind}" for kind in table.kinds)
+    chunk = ", then the chunk (a, b, ...)" if table.num_chunks > 1 else ""
+    lines = [heading(table), *lines, f"{kinds}, then the microbatch{chunk}; {IDLE} waits", last]
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
@@ -103,19 +107,6 @@ def _cells(table: Table) -> list[list[str]]:
     ticks = range(table.num_ticks)
     stages = [[texts.get((stage, tick), IDLE) for tick in ticks] for stage in range(table.num_stages)]
     return [[str(tick) for tick in ticks], *stages]
-
-
-def _legend(table: Table) -> str:
-    kinds = ", ".join(f"{LETTERS[kind]} {kind}" for kind in table.kinds)
-    chunk = ", then the chunk (a, b, ...)" if table.num_chunks > 1 else ""
-    return f"{kinds}, then the microbatch{chunk}; {IDLE} waits"
-
-
-def _chunk_text(chunk: int, num_chunks: int) -> str:
-    """Format a chunk as a letter, or as a number after a dot if there are more than 26."""
-    if num_chunks == 1:
-        return ""
-    return chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"
 
 
 def _format_count(number: int, noun: str) -> str:

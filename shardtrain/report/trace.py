@@ -28,6 +28,9 @@ _NAMES = {
 """Kind -> pattern of the names of an operation, of its kernel, or of its source."""
 
 
+NUM_TOP = 10
+"""Number of the longest operations to show."""
+
 UNTIMED = "outside the steps"
 """The name of events around work outside the steps, such as an evaluation."""
 
@@ -62,14 +65,12 @@ class TraceSummary:
       shares: kind or "idle" -> share of these seconds; for collectives the time in which nothing else ran.
       hidden: share of the seconds in which collectives ran at the same time as other operations.
       top: (name, kind, seconds, executions), the longest operations first.
-      num_devices: number of devices in the trace; the others are not in these figures.
     """
 
     seconds: float
     shares: Mapping[str, float]
     hidden: float
     top: tuple[tuple[str, str, float, int], ...]
-    num_devices: int
 
 
 def find_kind(name: str, source: Source = NO_SOURCE) -> str:
@@ -186,7 +187,7 @@ def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation |
     return op._replace(start=op.start - before, end=op.end - before)
 
 
-def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> TraceSummary:
+def summarise(devices: Mapping[str, Sequence[Operation]]) -> TraceSummary:
     """Summarise the time of the first device.
 
     Raises:
@@ -215,14 +216,13 @@ def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> 
     for op in found:
         sums[op.name, op.kind] += op.end - op.start
     counts = Counter((op.name, op.kind) for op in found)
-    longest = sorted(sums, key=lambda key: -sums[key])[:num_top]
+    longest = sorted(sums, key=lambda key: -sums[key])[:NUM_TOP]
     top = [(*key, 1e-6 * sums[key], counts[key]) for key in longest]
     return TraceSummary(
         seconds=1e-6 * whole,
         shares={kind: seconds[kind] / whole for kind in (*KINDS, "idle")},
         hidden=hidden / whole,
         top=tuple(top),
-        num_devices=sum(name.startswith("/device:") for name in names) or 1,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,14 @@ def special_files(folder: Path) -> list[str]:
         f"{Path(entry.path).relative_to(folder)} is {kind_text(entry.stat(follow_symlinks=False).st_mode)}"
         for entry in special
     )
+
+
+def crc32_of(file: BinaryIO) -> int:
+    """Return the CRC-32 of the rest of a file."""
+    found = 0
+    while block := file.read(1 << 22):
+        found = zlib.crc32(block, found)
+    return found
 
 
 def num_bytes_in(folder: Path) -> int:

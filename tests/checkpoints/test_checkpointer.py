@@ -309,10 +309,10 @@ def test_a_wrong_policy_names_every_wrong_number():
         CheckpointPolicy(every_steps=0, every_minutes=-1.0, keep=0, keep_every=-2)
     assert str(error.value) == (
         "checkpoints cannot be saved like this:"
-        "\n  - every_steps is 0; use None, 1 or more"
-        "\n  - every_minutes is -1.0; use None, or more than 0"
+        "\n  - every_steps is 0; use 1 or more"
         "\n  - keep is 0; use 1 or more"
-        "\n  - keep_every is -2; use None, 1 or more"
+        "\n  - keep_every is -2; use 1 or more"
+        "\n  - every_minutes is -1.0; use None, or more than 0"
     )
 
 

@@ -20,7 +20,8 @@ def rank(cores, host_cores=4, **changes):
         "available_bytes": 32 * GIB,
         "shm_bytes": 32 * GIB,
         "shm_free_bytes": 32 * GIB,
-        "ulimits": {"memlock": None, "nofile": 65536, "core": 0},
+        "memlock": None,
+        "nofile": 65536,
         "infiniband": False,
         **changes,
     }
@@ -86,9 +87,9 @@ def test_a_small_shm_is_a_warning(told, by_what):
 
 
 def test_ulimits(told, by_what):
-    low = rank([0], ulimits={"memlock": 65536, "nofile": 256, "core": 0})
+    low = rank([0], memlock=65536, nofile=256)
     row = by_what(evaluate(told([low], "a")))["ulimits"]
-    assert (row.status, row.finding) == ("warning", "memlock 64.0 KiB, open files 256, core file none")
+    assert (row.status, row.finding) == ("warning", "memlock 64.0 KiB, open files 256")
     row = by_what(evaluate(told([{**low, "infiniband": True}], "a")))["ulimits"]
     assert row.status == "wrong"
     assert "ulimit -l unlimited" in row.fix

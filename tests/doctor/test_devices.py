@@ -17,7 +17,6 @@ def rank(seen, visible=None, **changes):
         "nodes": 4,
         "closed": 0,
         "gpus": GPUS,
-        "smi_error": None,
         "visible": visible,
         "slurm": None,
         "driver": "580.65",
@@ -26,7 +25,7 @@ def rank(seen, visible=None, **changes):
         "seen": {"devices": [device] * seen or [cpu], "died": None},
         **changes,
     }
-    return {**facts, "uuids": find_uuids(facts, visible)}
+    return {**facts, "uuids": find_uuids(facts["gpus"], visible)}
 
 
 def test_each_rank_with_a_gpu_of_its_own_is_well(told, by_what):
@@ -49,7 +48,7 @@ def test_gpus_that_jax_does_not_use_are_told_with_the_fix(told, by_what, changes
     row = by_what(evaluate(told([rank(0, **changes)], "a")))["GPUs not used"]
     assert row.status == verdict
     assert do in row.fix
-    assert row.finding.startswith("rank 0: 4 GPUs exist")
+    assert row.finding.startswith("4 GPUs exist")
 
 
 def test_a_rank_that_was_given_no_gpu_may_use_the_cpu(told, by_what):
@@ -80,14 +79,18 @@ def test_ranks_that_share_a_gpu_are_wrong_where_others_idle_and_warned_where_the
 def test_memory_that_another_has_taken_is_a_warning(told, by_what):
     taken = [{**GPUS[0], "used_bytes": 40 * 2**30}, *GPUS[1:]]
     row = by_what(evaluate(told([rank(1, ["0"], gpus=taken)], "a")))["memory taken"]
-    assert (row.status, row.finding) == ("warning", "40.0 GiB of 80.0 GiB")
+    assert (row.status, row.finding) == ("warning", "GPU 0: 40.0 GiB of 80.0 GiB")
     assert "memory taken" not in by_what(evaluate(told([rank(1, ["1"], gpus=taken)], "a")))
 
 
 def test_jax_that_does_not_start_is_wrong(told, by_what):
     broken = {**rank(0), "seen": {"died": "it was ended by SIGABRT"}}
     row = by_what(evaluate(told([broken, rank(1, ["0"])], "ab")))["seen by jax"]
-    assert (row.status, row.finding) == ("wrong", "jax does not start: it was ended by SIGABRT")
+    assert (row.status, row.finding) == (
+        "wrong",
+        "rank 0: jax does not start: it was ended by SIGABRT;"
+        " rank 1: 1 x NVIDIA H100 80GB HBM3 (60.0 GiB usable)",
+    )
 
 
 def test_islands_on_different_devices_are_a_note(told, by_what):
@@ -103,7 +106,7 @@ def test_gpus_without_the_right_to_open_them_are_told(told, by_what):
 
 def test_cuda_ignores_what_stands_behind_a_word_that_is_not_valid():
     assert find_visible({"CUDA_VISIBLE_DEVICES": "1, -1,0"}) == ["1"]
-    assert find_uuids({"gpus": GPUS}, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
+    assert find_uuids(GPUS, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
 
 
 def test_what_this_process_was_given_is_looked_up():

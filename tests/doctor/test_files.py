@@ -8,11 +8,17 @@ import sys
 
 import pytest
 
-from shardtrain.doctor.check import RankContext
-from shardtrain.doctor.file_probes import is_locked, measure_all, probe_lock, probe_rename
-from shardtrain.doctor.files import CHECK, evaluate, find_mount, find_nearest_folder
-from shardtrain.doctor.runner import collect_in_thread
-from shardtrain.doctor.start import SingleProcess
+from shardtrain.doctor.check import RankContext, SingleProcess
+from shardtrain.doctor.files import (
+    evaluate,
+    find_mount,
+    find_nearest_folder,
+    is_locked,
+    probe_lock,
+    probe_rename,
+    run_probes,
+)
+from shardtrain.doctor.runner import CHECKS, collect_in_thread
 from shardtrain.islands.rank_environment import find_rank_environment
 
 GIB = 2**30
@@ -20,8 +26,8 @@ PROBES = {
     "rename": {"replaces": True, "moves_folders": True},
     "fsync": {"file_seconds": 0.001, "folder_seconds": 0.002},
     "lock": {"seen": True},
-    "small": {"create_seconds": 1e-5, "stat_seconds": 1e-6},
-    "large": {"bytes_per_second": 1e9},
+    "small files": {"create_seconds": 1e-5, "stat_seconds": 1e-6},
+    "write": {"bytes_per_second": 1e9},
 }
 
 
@@ -32,7 +38,7 @@ def rank(probes=None, **changes):
         "there": True,
         "error": None,
         "space": {"free_bytes": 100 * GIB, "size_bytes": 200 * GIB, "free_inodes": 10**6},
-        "mount": {"type": "ext4", "source": "/dev/sda", "read_only": False},
+        "mount": {"type": "ext4", "source": "/dev/sda"},
         "probes": {**PROBES, **(probes or {})},
         **changes,
     }
@@ -47,7 +53,7 @@ def here(folder, quick=True):
 
 
 def test_a_real_folder_is_well_and_nothing_is_left_in_it(told, by_what, tmp_path):
-    answer = collect_in_thread(CHECK, here(tmp_path / "not" / "there", quick=False))
+    answer = collect_in_thread(CHECKS["files"], here(tmp_path / "not" / "there", quick=False))
     assert answer["failed"] is None
     assert list(tmp_path.iterdir()) == []
     rows = by_what(evaluate(told([answer["facts"]], "a")))
@@ -58,13 +64,13 @@ def test_a_real_folder_is_well_and_nothing_is_left_in_it(told, by_what, tmp_path
 
 
 def test_quick_writes_no_large_file(told, by_what, tmp_path):
-    answer = collect_in_thread(CHECK, here(tmp_path))
+    answer = collect_in_thread(CHECKS["files"], here(tmp_path))
     assert "write" not in by_what(evaluate(told([answer["facts"]], "a")))
 
 
 def test_a_file_in_the_place_of_the_folder_is_wrong(told, by_what, tmp_path):
     (tmp_path / "file").touch()
-    answer = collect_in_thread(CHECK, here(tmp_path / "file"))
+    answer = collect_in_thread(CHECKS["files"], here(tmp_path / "file"))
     row = by_what(evaluate(told([answer["facts"]], "a")))["run folder"]
     assert row.status == "wrong"
     assert row.fix.startswith("a file is in its place")
@@ -75,14 +81,14 @@ def test_what_a_probe_cannot_do_is_in_its_answer(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "fsync", full)
-    found = measure_all(tmp_path, with_large=False)
+    found = run_probes(tmp_path, with_large=False)
     assert found["fsync"] == {"error": "EDQUOT: Disk quota exceeded"}
     assert found["rename"] == {"replaces": True, "moves_folders": True}
 
 
 def test_locks_are_seen_by_another_process(tmp_path):
     assert probe_lock(tmp_path) == {"seen": True}
-    assert not is_locked(tmp_path / "lock")
+    assert is_locked(tmp_path / "lock") == {"locked": False}
     holder = (
         "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
         " print('held', flush=True); sys.stdin.read()"
@@ -91,14 +97,14 @@ def test_locks_are_seen_by_another_process(tmp_path):
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    assert is_locked(tmp_path / "lock")
+    assert is_locked(tmp_path / "lock") == {"locked": True}
     child.communicate()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, told, by_what):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
     row = by_what(evaluate(told([rank({"lock": probe_lock(tmp_path)})], "a")))["lock"]
-    assert (row.status, row.finding) == ("warning", "a lock is not seen by another process on a")
+    assert (row.status, row.finding) == ("warning", "a lock is not seen by another process")
 
 
 def test_renames_that_copy_are_seen(tmp_path):
@@ -122,7 +128,7 @@ def test_what_to_do_depends_on_the_error(told, by_what, error, do):
     row = by_what(evaluate(told([closed], "a")))["run folder"]
     assert (row.status, row.finding) == ("wrong", f"/data/runs cannot be written: {error}")
     assert row.fix.startswith(do)
-    row = by_what(evaluate(told([rank({"small": {"error": error}})], "a")))["small files"]
+    row = by_what(evaluate(told([rank({"small files": {"error": error}})], "a")))["small files"]
     assert (row.status, row.finding) == ("wrong", f"fails: {error}")
     assert row.fix.startswith(do)
 
@@ -132,8 +138,13 @@ def test_what_to_do_depends_on_the_error(told, by_what, error, do):
     [
         ({"rename": {"replaces": False, "moves_folders": True}}, "rename", "wrong", "finished by a rename"),
         ({"fsync": {"file_seconds": 0.5, "folder_seconds": 0.0}}, "fsync", "warning", "save less often"),
-        ({"small": {"create_seconds": 0.2, "stat_seconds": 0.1}}, "small files", "warning", "slow with many"),
-        ({"large": {"bytes_per_second": 10e6}}, "write", "warning", "10 GB takes 17 minutes"),
+        (
+            {"small files": {"create_seconds": 0.2, "stat_seconds": 0.1}},
+            "small files",
+            "warning",
+            "slow with many",
+        ),
+        ({"write": {"bytes_per_second": 10e6}}, "write", "warning", "10 GB takes 17 minutes"),
     ],
 )
 def test_slow_and_odd_file_systems(told, by_what, probes, what, verdict, do):
@@ -151,7 +162,7 @@ def test_little_space_says_how_much_it_holds(told, by_what, space):
 
 
 def test_a_file_system_that_does_not_last_is_a_note(told, by_what):
-    memory = {"type": "tmpfs", "source": "tmpfs", "read_only": False}
+    memory = {"type": "tmpfs", "source": "tmpfs"}
     row = by_what(evaluate(told([rank(mount=memory)], "a")))["run folder"]
     assert row.status == "note"
     assert "lost when the machine" in row.fix
@@ -191,6 +202,5 @@ def test_mounts_and_folders_are_found(tmp_path):
     assert find_mount(type(tmp_path)("/data x/y"), mounts) == {
         "type": "nfs4",
         "source": "c",
-        "read_only": True,
     }
     assert find_nearest_folder(tmp_path / "a" / "b") == tmp_path.resolve()

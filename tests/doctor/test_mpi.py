@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from shardtrain.doctor.child import launch_problem, run_child
 from shardtrain.doctor.mpi import evaluate
+from shardtrain.doctor.start import launch_problem, run_child
 from shardtrain.islands.rank_environment import RankEnvironment
 
 CHILD = {

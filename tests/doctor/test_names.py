@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from shardtrain.doctor.names import evaluate, resolve
+from shardtrain.doctor.hosts import evaluate_names as evaluate
+from shardtrain.doctor.hosts import resolve
 
 
 def host(name, own=("10.0.0.1",), others=None, clock=100.0, seconds=0.001, **changes):
@@ -18,7 +19,6 @@ def host(name, own=("10.0.0.1",), others=None, clock=100.0, seconds=0.001, **cha
         "own": answer(own),
         "others": {other: answer(addresses) for other, addresses in (others or {}).items()},
         "clock": clock,
-        "proxies": {},
         **changes,
     }
 
@@ -51,13 +51,6 @@ def test_alone_it_is_a_note(told, by_what):
     rows = by_what(evaluate(told([host("a", own=["127.0.1.1"])], "a")))
     assert rows.keys() == {"own name"}
     assert rows["own name"].status == "note"
-
-
-def test_proxies_are_a_note(told, by_what):
-    a, b = {"proxies": {"http_proxy": "http://p:8", "grpc_proxy": "http://p:8"}}, {}
-    row = by_what(two(told, a, b))["proxies"]
-    assert (row.status, row.finding) == ("note", "http_proxy, grpc_proxy set")
-    assert row.fix.endswith("export no_proxy=a,b")
 
 
 def test_a_name_without_an_address_is_wrong(told, by_what):

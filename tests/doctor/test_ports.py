@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from shardtrain.doctor.ports import connect, evaluate
+from shardtrain.doctor.hosts import connect
+from shardtrain.doctor.hosts import evaluate_ports as evaluate
 
 
 def test_a_port_that_listens_is_reached_and_a_closed_one_refuses():
@@ -18,7 +19,7 @@ def test_a_port_that_listens_is_reached_and_a_closed_one_refuses():
 
 def test_one_that_never_answers_is_silent(monkeypatch):
     """A full backlog drops what comes, as a firewall does."""
-    monkeypatch.setattr("shardtrain.doctor.ports.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("shardtrain.doctor.hosts.CONNECT_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(0)

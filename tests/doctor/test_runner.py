@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 
 from shardtrain.cli.doctor import NAMES, json_text
-from shardtrain.doctor.check import Check, RankContext, Row
-from shardtrain.doctor.runner import CHECKS, run_checks
-from shardtrain.doctor.start import SingleProcess
-from shardtrain.doctor.table import doctor_table
+from shardtrain.doctor.check import RankContext, Row, SingleProcess
+from shardtrain.doctor.runner import CHECKS, Check, doctor_table, run_checks
 from shardtrain.islands.rank_environment import find_rank_environment
 
 ALONE = RankContext(
@@ -22,8 +20,8 @@ ALONE = RankContext(
 )  # fmt: skip
 
 
-def check(collect, evaluate=lambda told: [Row("facts", str(told[0].facts), check="x")], limit=200.0):
-    return Check(about="x", collect=collect, evaluate=evaluate, limit_seconds=limit, if_it_hangs="wake it up")
+def check(collect, evaluate=lambda told: [Row("facts", str(dict(told[0])), check="x")], limit=200.0):
+    return Check(collect=collect, evaluate=evaluate, limit_seconds=limit, if_it_hangs="wake it up")
 
 
 def examined(**checks):
@@ -60,7 +58,7 @@ def test_a_check_that_hangs_is_wrong_and_says_what_to_do():
 
 
 def test_facts_that_are_not_understood_are_a_row():
-    found = examined(bad=check(lambda here: {}, evaluate=lambda told: told[0].facts["missing"]))
+    found = examined(bad=check(lambda here: {}, evaluate=lambda told: told[0]["missing"]))
     assert found.rows[0].finding == "the facts were not understood: KeyError: 'missing'"
     assert found.status == "warning"
 
@@ -93,12 +91,14 @@ def test_the_table_and_the_data_say_the_same():
 PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
-from shardtrain.doctor.check import Check, RankContext
-from shardtrain.doctor.runner import run_checks
+from shardtrain.doctor.check import RankContext, SingleProcess
+from shardtrain.doctor.runner import Check, run_checks
 from shardtrain.doctor.start import connect_ranks
 from shardtrain.islands.rank_environment import find_rank_environment
 environment = find_rank_environment(os.environ)
-started = connect_ranks(environment, os.environ, 3, 30.0)
+alone = RankContext(environment=environment, hosts=(environment.host,), control=SingleProcess("me"),
+                    environ=os.environ, run_dir=Path("runs"), quick=False, given_cores=())
+heres = connect_ranks(alone, 3, 30.0)
 
 def collect(here):
     if here.rank == 1 and here.quick:
@@ -109,17 +109,14 @@ def late(here):
     return {}
 
 def evaluate(told):
-    assert all(one.facts == {"all": [0, 10, 20]} for one in told), told
+    assert all(one == {"all": [0, 10, 20]} for one in told), told
     return []
 
 def never(told):
     return []
 
-one = Check(about="", collect=collect, evaluate=evaluate, limit_seconds=200.0, if_it_hangs="")
+one = Check(collect=collect, evaluate=evaluate, limit_seconds=200.0, if_it_hangs="")
 two = dataclasses.replace(one, collect=late, evaluate=never, limit_seconds=0.5)
-heres = [RankContext(environment=environment, hosts=started.hosts, control=control, comm=started.comm,
-              environ=os.environ, run_dir=Path("runs"), quick=False, given_cores=())
-         for control in started.controls]
 examined = run_checks({"one": one}, heres[:2])
 assert examined.rows == () and examined.present == (0, 1, 2), examined
 if environment.rank == 1:

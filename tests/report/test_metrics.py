@@ -39,14 +39,6 @@ def test_uneven_parts_give_the_mean_of_all(values, data):
     assert merged.value == sum(values) / len(values)
 
 
-def test_a_negative_count_is_refused():
-    with pytest.raises(ValueError) as error:
-        Mean(sum=1.0, count=-2)
-    assert str(error.value) == (
-        "a mean over count -2 was asked for. A count is 0 or more: pass how many values the sum is over."
-    )
-
-
 def rate_of(*marks, **options):
     rate = Rate(**options)
     for now_seconds, units in marks:

@@ -12,7 +12,6 @@ from matplotlib.colors import to_rgb
 from shardtrain.report.plots.loss_curve import (
     HELDOUT_COLOURS,
     TRAIN_COLOUR,
-    compute_limits,
     format_final_values,
     plot_loss_curve,
     select_series,
@@ -96,14 +95,6 @@ def test_smoothing_keeps_the_start_and_the_gaps():
 )
 def test_positive_losses_over_decades_have_a_logarithmic_axis(values, expected):
     assert spans_decades(np.array(values)) is expected
-
-
-def test_limits_include_all_values():
-    assert compute_limits(np.array([1.0, np.nan, 2.0])) == (0.94, 2.06)
-    assert compute_limits(np.array([1.0, 100.0])) == (1 / 1.3, 130.0)
-    assert compute_limits(np.array([2.0])) == (1.9, 2.1)
-    assert compute_limits(np.array([0.0])) == (-1.0, 1.0)
-    assert compute_limits(np.array([np.nan])) == (0.0, 1.0)
 
 
 def test_the_subtitle_has_the_final_values():

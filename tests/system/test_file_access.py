@@ -67,16 +67,13 @@ ALLOWED = {
     },
     "shardtrain/data/workers.py": {"pickle.loads": "batches of this process, sent to its workers"},
     "shardtrain/doctor/binding.py": {".read_text": SYSTEM},
-    "shardtrain/doctor/child.py": {"json.loads": "what a program of our own printed"},
-    "shardtrain/doctor/file_probes.py": {
-        **dict.fromkeys((".open(a)", ".open(w)", ".open(wb)", ".rename"), TEMPORARY),
-        **dict.fromkeys((".read_text", ".write_bytes", ".write_text", "os.open"), TEMPORARY),
-    },
     "shardtrain/doctor/files.py": {
-        ".open(w)": TEMPORARY, ".read_text": SYSTEM, ".touch": TEMPORARY, "shutil.rmtree": TEMPORARY,
+        **dict.fromkeys((".open(r+)", ".open(w)", ".open(wb)", ".rename", ".touch"), TEMPORARY),
+        **dict.fromkeys((".read_text", ".write_bytes", ".write_text", "os.open", "shutil.rmtree"), TEMPORARY),
     },
-    "shardtrain/doctor/names.py": {".read_text": SYSTEM},
+    "shardtrain/doctor/hosts.py": {".read_text": SYSTEM},
     "shardtrain/doctor/runner.py": {"json.loads": OWN},
+    "shardtrain/doctor/start.py": {"json.loads": "what a program of our own printed"},
     "shardtrain/elastic/folder_checkpoints.py": {"shutil.rmtree": STEPS},
     "shardtrain/elastic/run_files.py": {
         ".rename": STEPS, ".touch": "an empty file that shows that a member lives",

@@ -88,8 +88,7 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
             )
     problems += missing_libraries({file.format for file in found})
     if problems:
-        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        raise problems_error("this data cannot be read", [*problems[:MOST_PROBLEMS], *more])
+        raise problems_error("this data cannot be read", problems, MOST_PROBLEMS)
     return drop_duplicates(found)
 
 

@@ -15,29 +15,13 @@ import numpy as np
 
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
-from shardtrain.data.sources.row_offsets import read_part, row_offsets
+from shardtrain.data.sources.row_offsets import IndexedRows, read_part
 from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
 from shardtrain.system.untrusted_data import parse_record, read_lines
 from shardtrain.system.untrusted_files import open_regular
 
 BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
-
-
-class JsonLines(Rows):
-    """The lines of a file, located by an index of their offsets; a blank line is no row."""
-
-    def __init__(self, path: Path, folder: Path | None = None) -> None:
-        self._path = path
-        self._offsets = row_offsets(path, folder, find_line_offsets)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def read(self, row: int) -> Record:
-        start, stop = map(int, self._offsets[row])
-        line = read_part(self._path, start, stop - start, row)
-        return parse_line(line, self._path, row)
 
 
 def find_line_offsets(path: Path) -> np.ndarray:
@@ -93,6 +77,16 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
     if not isinstance(record, dict):
         raise BadData(path, f"the line is a JSON {type(record).__name__}, not an object", row)
     return record
+
+
+class JsonLines(IndexedRows):
+    """The lines of a file, located by an index of their offsets; a blank line is no row."""
+
+    find = staticmethod(find_line_offsets)
+
+    def read(self, row: int) -> Record:
+        start, stop = map(int, self._offsets[row])
+        return parse_line(read_part(self.path, start, stop - start, row), self.path, row)
 
 
 class CompressedLines(Rows):

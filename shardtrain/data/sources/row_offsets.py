@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.format import BadData, Rows
 from shardtrain.system.array_file import read_header
 from shardtrain.system.atomic_write import new_file
 from shardtrain.system.untrusted_files import open_regular
@@ -64,6 +64,19 @@ class RowOffsets:
             raise BadData(self._path, f"its index {self._index} was cut off; delete the index", row)
         start, stop = block[row - first]
         return int(start), int(stop)
+
+
+class IndexedRows(Rows):
+    """The rows of a file, located by an index of their offsets, which `find` finds."""
+
+    find: Callable[[Path], np.ndarray]
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self.path = path
+        self._offsets = row_offsets(path, folder, type(self).find)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
 
 
 def row_offsets(

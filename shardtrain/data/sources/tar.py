@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, Record, Rows
-from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
+from shardtrain.data.sources.format import BadData, Format, Record
+from shardtrain.data.sources.row_offsets import CUT_OFF, IndexedRows, read_part, row_extent
 from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import decode_text
@@ -30,49 +30,6 @@ MOST_HEADER_BYTES = 1 << 20
 
 DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, MemoryError)
 """Errors that `tarfile` raises for a damaged file."""
-
-
-class TarRows(Rows):
-    """The rows of a tar file, located by an index of the start and stop of each row's files."""
-
-    def __init__(self, path: Path, folder: Path | None = None) -> None:
-        self._path = path
-        self._offsets = row_offsets(path, folder, find_group_offsets)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def read(self, row: int) -> Record:
-        start, stop = row_extent(self._offsets, row, self._path)
-        found: dict[str, Any] = {}
-        try:
-            with open_regular(self._path) as file:
-                if start % BLOCK_BYTES or start > stop or stop > os.fstat(file.fileno()).st_size:
-                    raise BadData(self._path, "its index is wrong, or the file was cut off", row)
-                file.seek(start)
-                for member in read_members(file, stop):
-                    if member.isfile():
-                        content = read_part(self._path, member.offset_data, member.size, row)
-                        found |= self._field(member, content, row)
-        except DAMAGED as error:
-            if isinstance(error, BadData):
-                raise
-            raise BadData(self._path, f"its files cannot be read ({error})", row) from None
-        return found
-
-    def _field(self, member: tarfile.TarInfo, content: bytes, row: int) -> dict[str, Any]:
-        key, ending = split_name(member.name)
-        last = ending.rpartition(".")[2]
-        try:
-            if last in TEXTS:
-                return {"__key__": key, "text" if ending in TEXTS else ending: decode_text(content)}
-            if last in NUMBERS:
-                return {"__key__": key, ending: int(decode_text(content))}
-            if last == "json":
-                return {"__key__": key, ending: parse_record(content)}
-        except ValueError as error:
-            raise BadData(self._path, f"{member.name} is no {last} ({error})", row) from None
-        return {"__key__": key, ending: content}
 
 
 class _Headers:
@@ -163,6 +120,44 @@ def find_group_offsets(path: Path) -> np.ndarray:
             raise BadData(path, f"it ends within its first row, after {num_bytes:,} bytes")
         rows.append([CUT_OFF, stop])
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+class TarRows(IndexedRows):
+    """The rows of a tar file, located by an index of the start and stop of each row's files."""
+
+    find = staticmethod(find_group_offsets)
+
+    def read(self, row: int) -> Record:
+        start, stop = row_extent(self._offsets, row, self.path)
+        found: dict[str, Any] = {}
+        try:
+            with open_regular(self.path) as file:
+                if start % BLOCK_BYTES or start > stop or stop > os.fstat(file.fileno()).st_size:
+                    raise BadData(self.path, "its index is wrong, or the file was cut off", row)
+                file.seek(start)
+                for member in read_members(file, stop):
+                    if member.isfile():
+                        content = read_part(self.path, member.offset_data, member.size, row)
+                        found |= self._field(member, content, row)
+        except DAMAGED as error:
+            if isinstance(error, BadData):
+                raise
+            raise BadData(self.path, f"its files cannot be read ({error})", row) from None
+        return found
+
+    def _field(self, member: tarfile.TarInfo, content: bytes, row: int) -> dict[str, Any]:
+        key, ending = split_name(member.name)
+        last = ending.rpartition(".")[2]
+        try:
+            if last in TEXTS:
+                return {"__key__": key, "text" if ending in TEXTS else ending: decode_text(content)}
+            if last in NUMBERS:
+                return {"__key__": key, ending: int(decode_text(content))}
+            if last == "json":
+                return {"__key__": key, ending: parse_record(content)}
+        except ValueError as error:
+            raise BadData(self.path, f"{member.name} is no {last} ({error})", row) from None
+        return {"__key__": key, ending: content}
 
 
 FORMAT = Format(summary="tar shards as WebDataset writes them", suffixes=(".tar",), rows=TarRows)

@@ -11,26 +11,11 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
-from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, IndexedRows, read_part, row_extent
 from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.untrusted_files import open_regular
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
-
-
-class TfRecords(PayloadRows):
-    """The records of a file, located by an index of their offsets."""
-
-    def __init__(self, path: Path, folder: Path | None = None) -> None:
-        self.path = path
-        self._offsets = row_offsets(path, folder, find_record_offsets)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def payload(self, row: int) -> bytes:
-        start, size = row_extent(self._offsets, row, self.path)
-        return read_part(self.path, start, size, row)
 
 
 def find_record_offsets(path: Path) -> np.ndarray:
@@ -80,6 +65,16 @@ def crc_table() -> list[int]:
     for _ in range(8):
         table = [(value >> 1) ^ (0x82F63B78 if value & 1 else 0) for value in table]
     return table
+
+
+class TfRecords(IndexedRows, PayloadRows):
+    """The records of a file, located by an index of their offsets."""
+
+    find = staticmethod(find_record_offsets)
+
+    def payload(self, row: int) -> bytes:
+        start, size = row_extent(self._offsets, row, self.path)
+        return read_part(self.path, start, size, row)
 
 
 FORMAT = Format(

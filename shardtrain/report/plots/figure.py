@@ -26,6 +26,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def check_picture(path: Path, option: str, what: str) -> None:
+    """Refuse a picture that cannot be drawn, before the work begins.
+
+    Raises:
+      ValueError: another kind of file, or matplotlib is not installed.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} is {path}; it is drawn as .png or .svg: use {path.with_suffix('.png')}")
+    make_figure(what)
+
+
 def make_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardtrain.plan.search import RankedChoice
 from shardtrain.plan.space import mesh_text
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, check_picture, make_figure, save_figure
 
 LINE_COLOUR, LIMIT_COLOUR, POINT_COLOUR = "#2f6db3", "#d1495b", "#b9c0c8"
 
@@ -24,11 +24,9 @@ def check_frontier(path: Path) -> None:
     Raises:
       ValueError: another kind of file, no such folder, or matplotlib is not installed.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--frontier is {path}; it is drawn as .png or .svg: use {path.with_suffix('.png')}")
+    check_picture(path, "--frontier", "the frontier of a plan")
     if not path.parent.is_dir():
         raise ValueError(f"--frontier is {path}, and there is no folder {path.parent}; make it first")
-    make_figure("the frontier of a plan")
 
 
 def plot_frontier(

@@ -119,25 +119,6 @@ def spans_decades(values: np.ndarray) -> bool:
     return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
 
 
-def compute_limits(values: np.ndarray) -> tuple[float, float]:
-    """Return the limits of an axis that shows all finite values with a margin.
-
-    Args:
-        values: float64 (N,), any may be NaN; the margin is a factor if they span decades.
-
-    Returns:
-        (low, high), low < high; (0, 1) if nothing is finite.
-    """
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        return 0.0, 1.0
-    low, high = float(finite.min()), float(finite.max())
-    if spans_decades(values):
-        return low / 1.3, high * 1.3
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
-
-
 def format_final_values(train: Series, heldout: Mapping[str, Series]) -> str:
     """Format the subtitle: first and last losses, the lowest held-out one, the number of non-finite ones.
 
@@ -190,10 +171,8 @@ def _draw_losses(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> 
 def _set_scale(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> None:
     from matplotlib.ticker import LogLocator
 
-    steps = np.concatenate([train[0], *(each[0] for each in heldout.values())])
     # the first hundredth is so steep that it would flatten the rest; its value is in the subtitle
     shown = np.concatenate([train[1][train[1].size // 100 :], *(each[1] for each in heldout.values())])
-    low, high = compute_limits(shown)
     if spans_decades(shown):
         axes.set_yscale("log")
         axes.set_ylabel("loss (log scale)")
@@ -202,9 +181,10 @@ def _set_scale(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> No
         axes.yaxis.set_minor_formatter("")
     else:
         axes.set_ylabel("loss")
-    axes.set_ylim(low, high)
-    margin = 0.02 * (steps.max() - steps.min()) or 1.0
-    axes.set_xlim(steps.min() - margin, steps.max() + margin)
+    finite = shown[np.isfinite(shown)]
+    axes.dataLim.intervaly = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    axes.margins(0.02, 0.06)
+    axes.autoscale_view()
 
 
 def _style_axes(axes: "Axes") -> None:

@@ -12,17 +12,6 @@ MOST_NAMES = 40
 """Largest number of islands that are named."""
 
 
-def check_members(path: Path) -> None:
-    """Refuse a plot that cannot be drawn, before the work begins.
-
-    Raises:
-      ValueError: another kind of file, or matplotlib is not installed.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--output is {path}; it is drawn as .png or .svg: use {path.with_suffix('.png')}")
-    make_figure("a plot of islands")
-
-
 def plot_members(past: ElasticPast, lines: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:
     """Plot a line for each island from its first epoch to its last, above the loss over time.
 

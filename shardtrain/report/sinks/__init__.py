@@ -24,8 +24,8 @@ SINKS: dict[str, OpenSink] = {
 DEFAULT_SINKS = ("jsonl", "tensorboard")
 """The sinks of a run that names none."""
 
-EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Sink -> the library that it needs, and the extra of the same name."""
+EXTRAS = ("wandb", "mlflow")
+"""Sinks that need a library of their name, which comes with the extra of that name."""
 
 
 def sink_problems(sinks: Sequence[str | OpenSink]) -> list[str]:
@@ -51,10 +51,10 @@ def check_installed(sinks: Sequence[str | OpenSink]) -> None:
         ValueError: lists those that are not, each with the command that installs it.
     """
     missing = [
-        f"{name} needs the library {EXTRAS[name]}: install it with uv sync --extra {name} in a clone,"
+        f"{name} needs the library {name}: install it with uv sync --extra {name} in a clone,"
         f" elsewhere with pip install 'path/to/shardtrain[{name}]'; or leave {name} out of --sinks"
         for name in sinks
-        if isinstance(name, str) and name in EXTRAS and find_spec(EXTRAS[name]) is None
+        if isinstance(name, str) and name in EXTRAS and find_spec(name) is None
     ]
     refuse("the sinks of this run cannot be opened", missing)
 
