@@ -17,7 +17,7 @@ from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.options import list_plain_options
 from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
@@ -91,8 +91,7 @@ def export_checkpoint(options: Export) -> int:
     """
     place = find_checkpoint_path(options.run, options.step)
     reader = place.reader()
-    if problems := reader.problems():
-        raise problems_error(f"step {reader.step} is broken and is not exported", problems)
+    refuse(f"step {reader.step} is broken and is not exported", reader.problems())
     if not options.adapters:
         reader = _read_whole(reader, options.base)
     model = _model_options(reader.extra, options.run_file)

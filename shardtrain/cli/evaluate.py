@@ -33,7 +33,7 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import token_folders, tokenizer_hash
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.metrics import add_metrics, next_token_accuracy
 from shardtrain.system import terminal
@@ -98,8 +98,7 @@ class EvaluateOptions(SavedOptions):
         wrong = list_too_small({"batch": self.batch, "batches": self.batches, "seq": self.seq})
         if not (self.data or self.choices or self.run_file):
             wrong.append("nothing to evaluate on; give --data PATH, --choices FILE, or both")
-        if wrong:
-            raise problems_error("this cannot be evaluated", wrong)
+        refuse("this cannot be evaluated", wrong)
 
 
 PACKINGS = {"separate": "separate", "bucketed": "separate"}
@@ -144,8 +143,7 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
         for name, source in sets.items()
         for problem in token_problems({heldout_text(name): source}, vocab, data[name])
     ]
-    if problems:
-        raise problems_error("the model cannot read this data", problems)
+    refuse("the model cannot read this data", problems)
     return sets
 
 

@@ -26,7 +26,7 @@ from shardtrain.cli.saved_run import (
     round_rows,
 )
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
 from shardtrain.imported import EOS, TOKENS, token_numbers
 from shardtrain.system import terminal
@@ -86,8 +86,7 @@ class GenerateOptions(SavedOptions):
             wrong.append(f"--seed is {self.seed}; use a number from 0 to 2**32 - 1")
         if self.prompt and self.prompts is not None:
             wrong.append("--prompt and --prompts are given; give one of the two")
-        if wrong:
-            raise problems_error("this cannot be generated", wrong)
+        refuse("this cannot be generated", wrong)
 
 
 class Continuation(NamedTuple):
@@ -205,8 +204,7 @@ def encode_prompts(
             problems.append(
                 f"{where} has {len(tokens)} tokens,{added} but the model has {seq} positions; use {fits}"
             )
-    if problems:
-        raise problems_error("these prompts cannot be continued", problems)
+    refuse("these prompts cannot be continued", problems)
     return found
 
 

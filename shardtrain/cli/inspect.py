@@ -16,7 +16,7 @@ from shardtrain.cli.arguments import find_values
 from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
 from shardtrain.optim.optimizer import make_optimizer
@@ -92,8 +92,7 @@ class InspectOptions(CompileOptions):
             wrong.append(f"--islands is {self.islands}; one island sends nothing, use 2 or more")
         if self.memory and self.compile is None:
             wrong.append("--memory shows figures of a compiler; add --compile cpu, or another kind of device")
-        if wrong:
-            raise problems_error("this cannot be shown", wrong)
+        refuse("this cannot be shown", wrong)
 
     @property
     def draws_schedule(self) -> bool:

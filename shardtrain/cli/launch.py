@@ -21,7 +21,7 @@ from shardtrain.cli import COMMANDS
 from shardtrain.cli.arguments import find_values
 from shardtrain.elastic.options import Elastic
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.islands.network import LOOPBACK
 from shardtrain.islands.rank_placement import parse_processes
@@ -213,8 +213,7 @@ def _read_cluster(path: Path, options: Options) -> Cluster:
         for name in kind.launch
         if name not in takers
     ]
-    if problems:
-        raise problems_error(f"{path} cannot be used", problems)
+    refuse(f"{path} cannot be used", problems)
     return cluster
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardtrain import axes
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.run_rows import find_devices, read_step_phases
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.options import rewrite_texts
 from shardtrain.plan.prediction import Choice
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -56,8 +56,7 @@ def read_past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: i
             found.append(_read_past_step(run, folder, kind, num_devices))
         except (ValueError, OSError) as error:
             problems.append(str(error) if str(folder) in str(error) else f"{folder}: {error}")
-    if problems:
-        raise problems_error("past runs cannot be compared with this one", problems)
+    refuse("past runs cannot be compared with this one", problems)
     return found
 
 

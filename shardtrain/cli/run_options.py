@@ -20,7 +20,7 @@ from shardtrain.cli.help_pages import ACROSS, LAYOUT, PIPELINE, SYNCHRONISATION,
 from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
@@ -212,8 +212,7 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
             problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
-    if problems:
-        raise problems_error("these options do not exist", problems)
+    refuse("these options do not exist", problems)
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

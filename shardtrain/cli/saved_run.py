@@ -25,7 +25,7 @@ from shardtrain.cli.run_options import DeviceOptions
 from shardtrain.data import Text
 from shardtrain.data.token_manifest import MANIFEST, read_manifest
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.imported import option_problems
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout import Layout
@@ -113,8 +113,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     """
     path = find_checkpoint_path(given.run, given.step)
     reader = path.reader()
-    if problems := reader.problems():
-        raise problems_error(f"step {reader.step} is broken; give another", problems)
+    refuse(f"step {reader.step} is broken; give another", reader.problems())
     reader = add_base(reader, given.base and find_parameters(given.base), "give --base FOLDER")
     options = dict(reader.extra.get("run") or {})
     layout = _layout(options, given.mesh)

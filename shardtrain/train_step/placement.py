@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardtrain import axes
 from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import Model, Tree, group_by_path, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
@@ -218,8 +218,10 @@ def state_specs(
     # 1. the layout must fit the model: every rule is for a dim of some parameter
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
-    if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
-        raise problems_error("the layout has rules for parameters that the model does not have", useless)
+    refuse(
+        "the layout has rules for parameters that the model does not have",
+        [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known],
+    )
     unplaced = format_unplaced(layout, arrays, sizes)
     layout = complete_layout(layout, arrays, sizes)
     check_experts(arrays, layout.sharded_rules, sizes)
