@@ -223,8 +223,8 @@ def _format_unused(run: Run, model: Model) -> str:
 
 def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
     """Format the cut into stages that islands would make by time or by tracing; "" if they do neither."""
+    from shardtrain.trainer.run_step import format_inspected_cut
     from shardtrain.trainer.stage_cut import format_predicted_cut
-    from shardtrain.trainer.traced_cut import format_inspected_cut
 
     if run.strategy.across.axis != "pipeline":
         return ""

@@ -23,7 +23,7 @@ class Channel(NamedTuple):
         which rank is missing, which MPI in a compiled program cannot.
       dtype: the dtype of the gradients that are sent, see `islands.options.Across`.
       num_parts: the largest number of programs that compute the gradients of a mean: what one has computed is
-        sent while the next ones compute, see `gradient_parts.py`.
+        sent while the next ones compute, see `gradient_pieces.py`.
     """
 
     transfer: Transfer

@@ -23,7 +23,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.drift import make_own_params
-from shardtrain.train_step.gradient_parts import GradientPart
+from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import CombinedTree, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
@@ -90,7 +90,7 @@ def make_step_alone(
 
 
 class IslandCompute:
-    """What an island computes of its own rows; a `sync.island_sync.Compute`.
+    """What an island computes of its own rows.
 
     Args:
       training: model, loss and optimizer.
@@ -98,7 +98,8 @@ class IslandCompute:
       channel: to the other islands.
       synchronisation: how islands are synchronised.
       start_row: the number of this island's first row in the whole batch.
-      batch: see `make_island_step`.
+      batch: an example, arrays or shapes (microbatches, rows, ...); only needed for gradients in several
+        programs.
 
     Attributes:
       first_row: uint32, the number of this island's first row in a batch; it may change between steps.
@@ -144,7 +145,7 @@ class IslandCompute:
         return find_sum_shapes(found.metrics)
 
     def step_alone(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step of this island's own optimizer, see `sync.island_sync.Compute`."""
+        """Run a step of this island's own optimizer."""
         return self._step_alone(state, batch, self.first_row)
 
     # -- steps with combined gradients --
@@ -181,7 +182,7 @@ class IslandCompute:
         )
 
     def step_together(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step that combines gradients once for all microbatches, see `sync.island_sync.Compute`."""
+        """Run a step that combines gradients once for all microbatches."""
         parts, started, combiners = [], [], self.exchange.combiners
         # all parts are started; each is sent when it is computed, while later ones compute
         for part in self.exchange(state, batch, self.first_row):

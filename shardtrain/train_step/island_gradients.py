@@ -1,6 +1,6 @@
 """Compute an island's own gradients in one program or in parts, and make the combiners that send them.
 
-Next: `gradient_parts.py`, the parts; `island_compute.py`, which runs them.
+Next: `gradient_pieces.py`, the parts; `island_compute.py`, which runs them.
 """
 
 import math
@@ -21,9 +21,11 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
+    GradientPart,
+    GradientParts,
     GradientPiece,
+    Pack,
     PartPlan,
     PiecePlan,
     join_pieces,

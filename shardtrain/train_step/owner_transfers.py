@@ -22,8 +22,8 @@ from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.placement import Placement
 
-LIKE_PARAMS = ("params", "opt_state", "outer_state")
-"""Fields of the state whose arrays may be of parameters."""
+OF_STATE = ("params/", "opt_state/", "outer_state/")
+"""Beginnings of the paths of the state's arrays that may be of parameters."""
 
 ALL, REST = "all", "rest"
 """In place of rows: the whole array; or an array of no parameter, such as a count, which all owners have."""
@@ -107,7 +107,11 @@ class OwnerTransfers:
         """Return (path, array, rows) of a group's part."""
         is_params = self._params <= leaves.keys()
         found = [
-            (path, x, self._rows(number, path, x.shape) if is_params or _is_of_params(path) else REST)
+            (
+                path,
+                x,
+                self._rows(number, path, x.shape) if is_params or path.startswith(OF_STATE) else REST,
+            )
             for path, x in leaves.items()
         ]
         return [(path, x, rows) for path, x, rows in found if rows]
@@ -133,11 +137,6 @@ class OwnerTransfers:
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=shardings)
         return self._programs[key]
-
-
-def _is_of_params(path: str) -> bool:
-    """Return whether an array of the state is in a field whose arrays may be of parameters."""
-    return path.split("/")[0] in LIKE_PARAMS
 
 
 class OwnerCombiners:

@@ -95,7 +95,7 @@ class Placement:
       in_float16: whether this island computes in float16, so that its gradients may overflow.
       measures_noise: whether each step measures squared gradient norms for the gradient noise scale.
       accumulate_dtype: dtype in which gradients of several microbatches are added up.
-      in_parts: whether the program of the gradients is cut, see `gradient_parts.py` and `stage_functions.py`.
+      in_parts: whether the program of the gradients is cut, as in `gradient_pieces.py`, `stage_functions.py`.
     """
 
     mesh: Mesh
@@ -209,7 +209,8 @@ def state_specs(
     Raises:
       ValueError: lists everything in which the layout does not fit the model; or a parameter has no elements.
     """
-    abstract = abstract_state(model, optimizer, stages)
+    # the order of blocks changes no shape, unless stages have unequal numbers of them
+    abstract = abstract_state(model, optimizer, None if stages is None or stages.is_plain else stages)
     if scales_loss:
         abstract = abstract._replace(loss_scale=jax.eval_shape(init_loss_scale))
     arrays = name_arrays(model, abstract.params)

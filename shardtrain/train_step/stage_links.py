@@ -156,15 +156,5 @@ class StageSums:
         """Return the sums over all stages on each of them; the arguments are those of `send_up`."""
         return self.send_down(name, self.send_up(name, tree))
 
-    def any_requests_barrier(self, own: bool) -> bool:
-        """Return whether any stage requests a barrier; `own` is the request of this one."""
-        if self.requests_barrier is not None:
-            return self.requests_barrier
-        return self.add("the request of a barrier", float(own)) > 0
-
-    def find_barrier(self, answered: int) -> int:
-        """Return the wave of the next barrier, as the first stage was answered."""
-        return int(self.send_down("the next barrier", float(answered)))
-
     def _receive(self, name: str, like: np.ndarray, source: int) -> np.ndarray:
         return self._mailbox.receive(like.shape, like.dtype, source, self._tag, f"{name} from stage {source}")

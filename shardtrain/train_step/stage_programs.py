@@ -5,8 +5,7 @@ table.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -75,7 +74,11 @@ class StagePrograms:
         """
         lowered = self._initial_sums.lower(self._step)
         compiled = lowered.compile()
-        sums = jax.tree.map(_shape, lowered.out_info, compiled.output_shardings)
+        sums = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            lowered.out_info,
+            compiled.output_shardings,
+        )
         for part, forward in self._forwards.items():
             inputs = [self._find_received(value) for value in self._flow.reads[part]]
             task = self._step._replace(inputs=inputs, cotangents=[])
@@ -93,12 +96,6 @@ class StagePrograms:
         rows, *rest = shape.shape
         dims = (self.num_replicas, rows // self.num_replicas, *rest)
         return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=self._rows)
-
-    def copy_for_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
-        """Return the same programs with arrays of their own, prepared for a batch, see `begin`."""
-        programs = copy(self)
-        programs.begin(params, model_state, key, batch)
-        return programs
 
     @property
     def sums(self) -> Sums:
@@ -163,10 +160,6 @@ class StagePrograms:
     def add(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the sum of several cotangents of a value."""
         return self._add(list(arrays))
-
-
-def _shape(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
 
 class CompileTurns:

@@ -33,12 +33,11 @@ from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State, split_fragments
 from shardtrain.train_step.step import Step, list_combined_labels, make_step
-from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
 from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader, prepare_elastic
-from shardtrain.trainer.feed import Feed
+from shardtrain.trainer.feed import Feed, growth_by_step
 from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 from shardtrain.trainer.island_run import make_island_run
 from shardtrain.trainer.layout_check import check_layout, check_sequences

@@ -272,6 +272,8 @@ def fit_to_memory(
 ) -> Loader:
     """Limit the rows of islands to what fits their memory, and return the loader of the remaining rows.
 
+    All ranks call it.
+
     Args:
       coordination: the exchange with the other islands.
       shares: the rows of each island, which are limited.
@@ -282,37 +284,7 @@ def fit_to_memory(
       note: receives a line if an island has a limit.
 
     Raises:
-      ValueError: see `find_fit` and `RowShares.limit`.
-    """
-    num_rows = loader.batches.num_rows(None)
-    found = find_fit(coordination, step, wanted, batch, shares.multiple)
-    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
-    if min(fit) == num_rows:
-        return loader
-    # limits are in examples, or in tokens
-    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
-    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
-    return loader.replace_shards(shares.shards())
-
-
-def find_fit(
-    coordination: Coordination,
-    step: IslandStep,
-    state: State,
-    batch: Any,
-    multiple: int,
-) -> list[RowFit]:
-    """Find the rows that fit each island; all ranks call it.
-
-    Args:
-      coordination: the exchange with the other islands.
-      step: the step of this island.
-      state: the shapes of its state.
-      batch: a batch of this island.
-      multiple: the number of rows that its mesh splits without padding.
-
-    Raises:
-      ValueError: lists every island that cannot hold the fewest rows.
+      ValueError: lists every island that cannot hold the fewest rows; or see `RowShares.limit`.
     """
 
     def program_bytes(rows: int) -> int:
@@ -320,16 +292,16 @@ def find_fit(
             shape = (x.shape[0], rows // x.shape[0], *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        memory: Any = step.compute.lowered(state, jax.tree.map(of_rows, batch))[0].compile().memory_analysis()
+        lowered = step.compute.lowered(wanted, jax.tree.map(of_rows, batch))
+        memory: Any = lowered[0].compile().memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 
     memory_bytes, own = device_memory_bytes(coordination), RowFit(None)
     if memory_bytes is not None:
         leaf = jax.tree.leaves(batch)[0]
-        own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], multiple, memory_bytes)
-    assert coordination.islands is not None
-    found = [RowFit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
+        own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], shares.multiple, memory_bytes)
+    found = [RowFit(*each) for each in coordination.all_gather_islands("rows that fit", own)]
     problems = [
         f"island {island} has {bytes_text(each.memory_bytes)} a device, and the fewest rows need"
         f" {bytes_text(each.least_bytes)}; use more devices or --zero 3 there, --remat full, a smaller"
@@ -338,4 +310,11 @@ def find_fit(
         if each.rows == 0
     ]
     refuse("the model does not fit every island", problems)
-    return found
+    num_rows = loader.batches.num_rows(None)
+    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
+    if min(fit) == num_rows:
+        return loader
+    # limits are in examples, or in tokens
+    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
+    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
+    return loader.replace_shards(shares.shards())

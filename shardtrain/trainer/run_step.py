@@ -1,6 +1,6 @@
 """Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
 
-Next: `train_step/island_step.py`.
+It also formats the cut of a pipeline. Next: `train_step/island_step.py`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import program_fact
 from shardtrain.optim.optimizer import Optimizer
+from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.in_flight import format_in_flight
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
@@ -21,22 +22,24 @@ from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.report.islands import buckets_text, parts_text
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.island_step import IslandStep, make_island_step, make_sync
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
-from shardtrain.trainer.config import Run, describe
+from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.layout_check import check_permutes, has_permutes
 from shardtrain.trainer.program_cache import find_program_folder
 from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.traced_cut import format_traced_cut
+from shardtrain.trainer.setup import RunSetup, make_microbatch
 from shardtrain.trainer.waves import WaveLog, make_waves
 
 
@@ -156,28 +159,17 @@ def make_multi_island_step(
     if coordination.transfer is None:
         return None
     synchronisation, across = run.strategy.synchronisation, run.strategy.across
-    compute, merge = None, None
     if setup.stage_model is not None:
         compute = _make_stage_compute(run, setup, setup.stage_model, coordination, loader)
+    else:
+        training = Training(setup.model, run.loss, setup.optimizer, setup.learning_rate)
+        gather, num_programs = coordination.gather_after_work, across.num_gradient_programs
+        channel = Channel(coordination.transfer, gather, across.reduce_dtype, num_programs)
+        start_row = loader.shard().start
+        compute = IslandCompute(training, setup.placement, channel, synchronisation, start_row, batch)
     if synchronisation.distance is not None:
-        merge = make_waves(run, setup, coordination, shares, barriers, wave_log, compute)
-    if compute is not None:
-        return IslandStep(compute, make_sync(compute, synchronisation, run.steps, merge))
-    return make_island_step(
-        Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
-        setup.placement,
-        Channel(
-            coordination.transfer,
-            coordination.gather_after_work,
-            across.reduce_dtype,
-            across.num_gradient_programs,
-        ),
-        synchronisation,
-        start_row=loader.shard().start,
-        last_step=run.steps,
-        merge=merge,
-        batch=batch,
-    )
+        return make_waves(run, coordination, shares, barriers, wave_log, compute)
+    return make_sync(compute, synchronisation, run.steps)
 
 
 def _make_stage_compute(
@@ -223,3 +215,50 @@ def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
     """Return whether this stage can load programs that the same stage of the first pipeline compiled."""
     of_first = islands.hosts[islands.first_ranks[grid.stage]]
     return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host
+
+
+def format_traced_cut(traced: ModelTrace, stages: Partition) -> str:
+    """Format a table of the parts of a model that was cut by tracing.
+
+    Args:
+      traced: the model.
+      stages: the cut.
+    """
+    sizes = {path: x.size for path, x in traced.own_params().items()}
+    rows, seen = [], set[str]()
+    for part, count in enumerate(stages.counts):
+        reads = [path for path in sizes if path in traced.part_paths(stages, part)]
+        own = [path for path in reads if path not in seen]
+        borrowed = [path for path in reads if path in seen]
+        seen.update(reads)
+        rows.append(
+            (
+                str(part),
+                str(count),
+                f"{sum(sizes[path] for path in own):,}",
+                ", ".join(dict.fromkeys(own[:1] + own[-1:])),
+                ", ".join(borrowed),
+                ", ".join(traced.format_sent(stages, part)),
+                bytes_text(traced.bytes_behind(stages, part)),
+            )
+        )
+    header = ("part", "pieces", "parameters", "first and last", "borrowed", "sent on", "a row")
+    text = f"the model has no `blocks` and is cut by tracing into {sum(stages.counts)} pieces"
+    return f"{text}\n{table_text(header, rows)}"
+
+
+def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
+    """Format the cut of a run across islands.
+
+    Args:
+      run: a run of a pipeline across islands, whose model has no blocks.
+      source: its samples.
+      num_stages: number of stages; by default the partitions of the run, or 2.
+
+    Raises:
+      ValueError: the model cannot be cut like this.
+    """
+    traced = ModelTrace(make_model(run), run.loss, make_microbatch(run, source))
+    num_stages = num_stages or run.strategy.across.partitions or 2
+    cuts = make_partitions(traced, run.strategy.pipeline, num_stages, 1)
+    return format_traced_cut(traced, cuts[0]).rstrip()

@@ -5,7 +5,6 @@ What is made before the first array is in `prepared_run.py`. Next: `loop.py`.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,7 +28,6 @@ from shardtrain.trainer.synchronisation import divergence_text, find_faulty_copi
 from shardtrain.trainer.usage import RunTotals, UsageLog
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
     """The objects that the training loop uses, the same in all segments of a start.
 
@@ -38,77 +36,65 @@ class Session:
       checkpoints: saves the state.
       output: shows metrics and notes to the user.
       activity: what this process is doing, for its watchdog.
+      totals: the wall time of the run, and the updates of this start.
+      profile: steps of which rank 0 records a trace; None disables it.
+      stack: ends the trace.
+
+    Attributes:
       step: (state, batch) -> (state, metrics), compiled.
       evaluate: state -> held-out values by name; {} where there is no held-out data.
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
       untimed: context for work outside the step: evaluations, saves, comparisons of copies.
       hooks: functions of the user, called at the events of the run.
-      totals: the wall time of the run, and the updates of this start.
       spent: the seconds and bytes of each kind of work.
     """
 
-    prepared: PreparedRun
-    checkpoints: RunCheckpoints
-    output: RunConsole
-    activity: ActivityRecord
-    step: Step
-    evaluate: Evaluate
-    check: Callable[[int, State], None] | None
-    untimed: Callable[[], AbstractContextManager[None]]
-    hooks: Hooks
-    totals: RunTotals
-    spent: UsageLog
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        checkpoints: RunCheckpoints,
+        output: RunConsole,
+        activity: ActivityRecord,
+        totals: RunTotals,
+        profile: ProfiledSteps | None,
+        stack: ExitStack,
+    ) -> None:
+        self.prepared, self.checkpoints, self.output = prepared, checkpoints, output
+        self.activity, self.totals = activity, totals
+        run, coordination, mark = prepared.run, prepared.coordination, prepared.mark
+        compute = None if prepared.island_step is None else prepared.island_step.compute
+        self.step: Step = mark.first_run("the training step", _make_step(prepared, compute))
+        self.untimed: Callable[[], AbstractContextManager[None]] = nullcontext
+        if profile is not None and coordination.is_first:
+            self.step = step = ProfiledStep(
+                self.step, profile, lambda: activity.step, prepared.folder, output.note
+            )
+            stack.callback(step.close)
+            self.untimed = step.untimed
+        evaluate = make_evaluation(
+            run,
+            prepared.setup,
+            coordination,
+            prepared.heldout,
+            prepared.island_step,
+            prepared.shares.limits,
+            partial(find_class_problems, prepared.expected),
+        )
+        self.evaluate: Evaluate = mark.first_run("the evaluation", evaluate)
+        self.check = None if run.recovery.fingerprint_every is None else _make_check(prepared)
+        self.hooks = Hooks(run.hooks, run.hook_errors, output.note, activity, lambda: coordination.is_first)
+        transfers, stragglers = coordination.transfers, coordination.stragglers
+        sent: dict[str, Callable[[], int]] = {}
+        if transfers:
+            sent["islands"] = lambda: sum(each.num_bytes for each in transfers)
+        if isinstance(compute, StageCompute):
+            sent["stages"] = lambda: compute.mailbox.num_bytes
+        medians = dict if stragglers is None else stragglers.medians
+        self.spent = UsageLog(activity, sent, medians, coordination.bucket_seconds)
 
 
-def make_session(
-    prepared: PreparedRun,
-    checkpoints: RunCheckpoints,
-    output: RunConsole,
-    activity: ActivityRecord,
-    totals: RunTotals,
-    profile: ProfiledSteps | None,
-    stack: ExitStack,
-) -> Session:
-    """Make the session of a start.
-
-    Args:
-      prepared, checkpoints, output, activity, totals: see `Session`.
-      profile: steps of which rank 0 records a trace; None disables it.
-      stack: ends the trace.
-    """
-    run, coordination, mark = prepared.run, prepared.coordination, prepared.mark
-    step, untimed = mark.first_run("the training step", _make_step(prepared)), nullcontext
-    if profile is not None and coordination.is_first:
-        step = ProfiledStep(step, profile, lambda: activity.step, prepared.folder, output.note)
-        stack.callback(step.close)
-        untimed = step.untimed
-    evaluate = make_evaluation(
-        run,
-        prepared.setup,
-        coordination,
-        prepared.heldout,
-        prepared.island_step,
-        prepared.shares.limits,
-        partial(find_class_problems, prepared.expected),
-    )
-    return Session(
-        prepared=prepared,
-        checkpoints=checkpoints,
-        output=output,
-        activity=activity,
-        step=step,
-        evaluate=mark.first_run("the evaluation", evaluate),
-        check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
-        untimed=untimed,
-        hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, lambda: coordination.is_first),
-        totals=totals,
-        spent=_make_spent(prepared, activity),
-    )
-
-
-def _make_step(prepared: PreparedRun) -> Step:
+def _make_step(prepared: PreparedRun, compute: IslandCompute | StageCompute | None) -> Step:
     """Return the step; among several islands it receives which rows of the whole batch its own are."""
-    compute = None if prepared.island_step is None else prepared.island_step.compute
     if not isinstance(compute, IslandCompute):
         return prepared.step
 
@@ -117,19 +103,6 @@ def _make_step(prepared: PreparedRun) -> Step:
         return prepared.step(state, batch)
 
     return step
-
-
-def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> UsageLog:
-    coordination = prepared.coordination
-    compute = None if prepared.island_step is None else prepared.island_step.compute
-    transfers, stragglers = coordination.transfers, coordination.stragglers
-    sent: dict[str, Callable[[], int]] = {}
-    if transfers:
-        sent["islands"] = lambda: sum(each.num_bytes for each in transfers)
-    if isinstance(compute, StageCompute):
-        sent["stages"] = lambda: compute.mailbox.num_bytes
-    medians = dict if stragglers is None else stragglers.medians
-    return UsageLog(activity, sent, medians, coordination.bucket_seconds)
 
 
 def _make_check(prepared: PreparedRun) -> Callable[[int, State], None]:

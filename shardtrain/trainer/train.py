@@ -3,7 +3,8 @@
 Each part can be used separately, see the README.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +26,7 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.elastic_run import mark_plain
-from shardtrain.trainer.elastic_sinks import ElasticSinks
+from shardtrain.trainer.elastic_run import ElasticRun, mark_plain
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
@@ -43,7 +43,7 @@ from shardtrain.trainer.run_folder import (
     record_environment,
     write_run_files,
 )
-from shardtrain.trainer.session import Session, make_session
+from shardtrain.trainer.session import Session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
 from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text
@@ -123,7 +123,7 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        session = make_session(prepared, checkpoints, output, activity, totals, profile, stack)
+        session = Session(prepared, checkpoints, output, activity, totals, profile, stack)
         with calling_end(session.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(session, stop)
@@ -317,3 +317,45 @@ def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, sto
         output.say(sample)
     output.say(f"run folder: {folder}")
     return sample
+
+
+KEPT_LINES = 64
+"""Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
+
+
+class ElasticSinks:
+    """A sink of which only the chief writes; others keep the newest lines, to write them if it is lost.
+
+    Args:
+      elastic: this island.
+      step: steps done when it joined.
+      open_sinks: (steps done) -> the sinks, with no later lines, and the step of the last line.
+    """
+
+    def __init__(
+        self, elastic: ElasticRun, step: int, open_sinks: Callable[[int], tuple[Sinks, int | None]]
+    ) -> None:
+        self._elastic, self._open, self._step = elastic, open_sinks, step
+        self._lines: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT_LINES)
+        self._sinks: Sinks | None = None
+        self.last_step: int | None = None
+        if elastic.may_write():
+            # this island has founded the run: what it did not restore is gone
+            self._sinks, self.last_step = open_sinks(step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines.append((step, values))
+        if not self._elastic.may_write():
+            return
+        if self._sinks is None:
+            # what earlier chiefs have written is of steps that this island has done too
+            self._sinks, self.last_step = self._open(step)
+        while self._lines:
+            step, values = self._lines.popleft()
+            if self.last_step is None or step > self.last_step:
+                self._sinks.write(step, values)
+                self.last_step = step
+
+    def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()

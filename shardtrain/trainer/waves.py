@@ -13,7 +13,7 @@ from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import count_waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
@@ -24,7 +24,6 @@ from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.resume import MOST_INDEX, StartPoint
 from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.setup import RunSetup
 
 WAVES = "waves"
 """Folder inside a run's folder; each island writes a file there."""
@@ -214,25 +213,23 @@ def make_barrier_schedule(run: Run) -> BarrierSchedule:
 
 def make_waves(
     run: Run,
-    setup: RunSetup,
     coordination: Coordination,
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
-    stage: StageCompute | None,
+    compute: IslandCompute | StageCompute,
 ) -> Waves:
     """Make the merge at the end of each wave; all ranks call it.
 
     Args:
-      run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
-      stage: what this island computes if it is a stage of a pipeline.
+      run, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
+      compute: what this island computes.
 
     Raises:
       ValueError: an island has several processes; or the run to replay does not exist.
     """
-    islands, transfer = coordination.islands, coordination.transfer
+    islands = coordination.islands
     assert islands is not None
-    assert transfer is not None
     placement, control = islands.placement, islands.control
     if placement.num_islands < control.size:
         raise ValueError(
@@ -243,7 +240,7 @@ def make_waves(
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
     # islands that are stages push to those of the same stage
-    grid = setup.grid
+    grid = coordination.grid
     comm = islands.comm.Split(*((0, placement.island) if grid is None else (grid.stage, grid.replica)))
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, placement.island, len(ranks))
@@ -253,10 +250,9 @@ def make_waves(
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
-    sums = None if stage is None else stage.sums
+    sums = compute.sums if isinstance(compute, StageCompute) else None
     worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, sums)
-    channel = Channel(transfer, coordination.gather_after_work)
-    arguments = (synchronisation, setup.placement, channel, worker, run.steps)
-    if stage is None or run.strategy.pipeline.in_flight == 1:
-        return Waves(*arguments)
-    return UnflushedWaves(stage, run.strategy.pipeline.in_flight, *arguments)
+    in_flight = run.strategy.pipeline.in_flight
+    if isinstance(compute, StageCompute) and in_flight > 1:
+        return UnflushedWaves(compute, in_flight, synchronisation, worker, run.steps)
+    return Waves(compute, synchronisation, worker, run.steps)

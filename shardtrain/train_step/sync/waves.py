@@ -14,9 +14,9 @@ import numpy as np
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.parameter_shard import Push
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_links import StageSums
 from shardtrain.train_step.state import Local, Metrics, State, split_fragments
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
@@ -51,24 +51,23 @@ class Waves(Merge):
     other pipelines. All stages of a pipeline have barriers after the same wave.
 
     Args:
+      compute: what this island computes, which is one process.
       synchronisation: how many steps a wave has, and how many waves an island may be ahead.
-      placement: the placement of the parameters on this island, which is one process.
-      channel: to the other islands, for the model's state at barriers.
       worker: what this island is connected to.
       last_step: the last step of the run, which ends the last wave.
     """
 
     def __init__(
         self,
+        compute: IslandCompute | StageCompute,
         synchronisation: Synchronisation,
-        placement: Placement,
-        channel: Channel,
         worker: WaveWorker,
         last_step: int = -1,
     ) -> None:
         assert synchronisation.distance is not None
-        super().__init__(synchronisation, placement, split_fragments(synchronisation, placement.specs))
-        self._distance, self._channel, self._last_step = synchronisation.distance, channel, last_step
+        fragments = split_fragments(synchronisation, compute.placement.specs)
+        super().__init__(compute, synchronisation, fragments)
+        self._distance, self._channel, self._last_step = synchronisation.distance, compute.channel, last_step
         self.worker, self._parameters = worker, worker.parameters
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
 
@@ -111,8 +110,10 @@ class Waves(Merge):
         drift *= np.float32(self.worker.share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
         clock, is_due, requests_barrier = self._clock + 1, barriers.is_due(number), barriers.is_requested
-        if stages is not None:
-            requests_barrier = stages.any_requests_barrier(requests_barrier)
+        if stages is not None and (found := stages.requests_barrier) is not None:
+            requests_barrier = found
+        elif stages is not None:
+            requests_barrier = stages.add("the request of a barrier", float(requests_barrier)) > 0
         push = Push(
             step=number,
             least=clock if is_due else clock - self._distance,
@@ -122,7 +123,10 @@ class Waves(Merge):
             at_barrier=is_due,
         )
         answer = self._parameters.push(push)
-        barrier = answer.barrier if stages is None else stages.find_barrier(answer.barrier)
+        # the first stage's answer is that of all
+        barrier = answer.barrier
+        if stages is not None:
+            barrier = int(stages.send_down("the next barrier", float(barrier)))
         if barrier == clock and not is_due:
             # another island requested a barrier here: wait for the waves of all
             is_due, totals = True, answer.totals
@@ -139,7 +143,9 @@ class Waves(Merge):
             barriers.requested_step = number + (barrier - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
         self._channel.transfer.num_bytes += self._parameters.take_bytes()
-        params = jax.device_put(split_arrays(answer.values, state.params), self._placement.state.params)
+        params = jax.device_put(
+            split_arrays(answer.values, state.params), self.compute.placement.state.params
+        )
         state = state._replace(params=params, local=_next_wave(local, is_due))
         if is_due:
             model_state = average_model_state(self._channel.transfer, local.model_state, local.count[0])
@@ -149,8 +155,9 @@ class Waves(Merge):
         return state, {"sums": found}
 
     def close(self) -> None:
-        """End the thread that serves parameters."""
+        """End the thread that serves parameters, and those of this step."""
         self._parameters.close()
+        super().close()
 
 
 def concatenate_arrays(tree: Any) -> tuple[np.ndarray, list[tuple[slice, Any]]]:
