@@ -41,7 +41,6 @@ OTHERS = {
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
     "examples whose help is not asked here": "--model.num-groups",
-    "of earlier versions, refused with a successor": "--meet-when --sweep",
     "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""
@@ -212,7 +211,6 @@ def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
         "host",
         "--optimizer.learning_rate.power=2",
         "--no-outer-nesterov",
-        "--meet-when=moved:1",
     ]
     assert cli.main(["train", str(ROOT / "examples/gpt_text.py"), *words]) == 2
     assert capsys.readouterr().err.startswith(
@@ -221,7 +219,6 @@ def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
         " file\n  - --optimizer.learning_rate.power: set optimizer.learning_rate.power in the run file\n"
         "  - --no-outer-nesterov: set strategy.synchronisation.outer.nesterov in the run file, or nesterov in"
         " [synchronisation.outer] of a strategy file\n"
-        "  - --meet-when: its name is --sync-when now\n"
     )
 
 

@@ -22,13 +22,6 @@ from shardtrain.system import terminal
 
 HOUR = 3600.0
 
-SUCCESSORS = {
-    "devices": "shardtrain plan RUN --advise: efficiency of the best way, and devices that 80 % allows",
-    "synchronise": "shardtrain plan RUN --advise: how much faster links must be to hide collectives",
-    "clusters": "shardtrain advise batch: the steps to a loss for each batch, times seconds of a step",
-}
-"""Former question -> what answers it now."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
@@ -143,9 +136,6 @@ class Predict:
 
 def main(arguments: Sequence[str]) -> int:
     """Answer one of `QUESTIONS`; return 0, or 2 if none is given."""
-    if arguments and arguments[0] in SUCCESSORS:
-        name = arguments[0]
-        raise ValueError(f"there is no question {name!r} any more; use {SUCCESSORS[name]}")
 
     def print_answer(answer: Callable[[Any], str], asked: Any) -> int:
         terminal.out(answer(asked))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 
@@ -171,16 +171,15 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
         device = None if find_device(name) is None else ClusterDevice(name=name)
         here = IslandKind(kind="here", devices=devices, device=device)
         (subject,) = make_subjects(run, source, [here])
-        past = read_past_steps(run, options.past, name, devices)
+        past, past_seconds = _read_past_steps(run, options.past, name, devices)
         every = list_allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
             raise ValueError(f"no layout for {devices} devices was accepted; there is nothing to measure")
         found = predict_choices(subject, start, devices, every)
         positions = choose_spread(found, options.probes) if every else []
         choices = [every[i] for i in positions]
-        seconds = [measure_step_seconds(run, source, choice) for choice in choices]
-    choices += [each.choice for each in past]
-    seconds += [each.seconds for each in past]
+        seconds = [*(measure_step_seconds(run, source, choice) for choice in choices), *past_seconds]
+        choices += past
 
     def predict(machine: Machine) -> list[float]:
         return [each.seconds.total for each in predict_choices(subject, machine, devices, choices)]
@@ -229,20 +228,13 @@ LENGTHS = ("seq", "window")
 """Endings of the names of data options that set the length of a sample."""
 
 
-class PastStep(NamedTuple):
-    """A measured step.
-
-    Args:
-      choice: how it was run.
-      seconds: time of the compiled step, without input, saves and evaluations.
-    """
-
-    choice: Choice
-    seconds: float
-
-
-def read_past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: int) -> list[PastStep]:
+def _read_past_steps(
+    run: Run, folders: Sequence[Path], kind: str, num_devices: int
+) -> tuple[list[Choice], list[float]]:
     """Read the steps of past runs of the same model and batch, on the same number and kind of devices.
+
+    Returns:
+      How each step was run; and its time, without input, saves and evaluations.
 
     Args:
       run: the run to compare with.
@@ -253,17 +245,19 @@ def read_past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: i
     Raises:
       ValueError: lists every folder whose step is unknown or different.
     """
-    found, problems = [], []
+    choices, seconds, problems = [], [], []
     for folder in folders:
         try:
-            found.append(_read_past_step(run, folder, kind, num_devices))
+            choice, own_seconds = _read_past_step(run, folder, kind, num_devices)
+            choices.append(choice)
+            seconds.append(own_seconds)
         except (ValueError, OSError) as error:
             problems.append(str(error) if str(folder) in str(error) else f"{folder}: {error}")
     refuse("past runs cannot be compared with this one", problems)
-    return found
+    return choices, seconds
 
 
-def _read_past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
+def _read_past_step(run: Run, folder: Path, kind: str, num_devices: int) -> tuple[Choice, float]:
     _, phases = read_step_phases(folder)
     if any(phases.seconds.get(phase) for phase in ("islands", "stages")):
         raise ValueError("it ran on several islands; give runs of one island")
@@ -276,7 +270,7 @@ def _read_past_step(run: Run, folder: Path, kind: str, num_devices: int) -> Past
         )
     if other := _list_other_options(run, options):
         raise ValueError(f"it is another step: {'; '.join(other)}; give runs of this model and batch")
-    return PastStep(_choice(options, num_devices), phases.seconds["step"])
+    return _choice(options, num_devices), phases.seconds["step"]
 
 
 def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:

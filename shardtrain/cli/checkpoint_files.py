@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shardtrain.checkpoints.evaluated_params import make_exported_params
-from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
 from shardtrain.errors.messages import refuse
 from shardtrain.errors.options import list_plain_options
@@ -91,8 +90,11 @@ def export_checkpoint(options: Export) -> int:
     place = find_checkpoint_path(options.run, options.step)
     reader = place.reader()
     refuse(f"step {reader.step} is broken and is not exported", reader.problems())
-    if not options.adapters:
-        reader = _read_whole(reader, options.base)
+    if not options.adapters and BASE in reader.extra:
+        from shardtrain.trainer.pretrained import add_base
+        from shardtrain.trainer.resume import find_parameters
+
+        reader = add_base(reader, options.base and find_parameters(options.base), "give --base FOLDER")
     model = _model_options(reader.extra, options.run_file)
     leaves = {
         path.removeprefix(PARAMS): leaf
@@ -189,20 +191,6 @@ def find_mask_token(tokenizer: list[Path], vocab: int) -> int | None:
         if "[MASK]" in lines:
             return check_whole_number(lines.index("[MASK]"), f"the line of [MASK] in {path}", vocab - 1)
     return None
-
-
-def _read_whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
-    """Return a reader of all parameters, also of a checkpoint that contains only the trained ones.
-
-    Raises:
-      ValueError: the other parameters are needed, and are not given or are different ones.
-    """
-    if BASE not in reader.extra:
-        return reader
-    from shardtrain.trainer.pretrained import add_base
-    from shardtrain.trainer.resume import find_parameters
-
-    return add_base(reader, base and find_parameters(base), "give --base FOLDER")
 
 
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:

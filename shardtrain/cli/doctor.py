@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardtrain.cli.arguments import find_values
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
 
 if TYPE_CHECKING:
-    from shardtrain.doctor.check import Check, RankContext, Row
+    from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.runner import CheckResults
 
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
@@ -67,11 +66,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
       ValueError: the name of a check is unknown.
     """
-    if find_values(arguments, "--sweep"):
-        raise ValueError(
-            "there is no --sweep; the OSU micro-benchmarks measure links by message size (mpiexec -n 2"
-            " osu_bw, osu_latency), and `shardtrain doctor --only links` compares pairs of ranks"
-        )
     options = tyro.cli(
         tyro.conf.FlagCreatePairsOff[Options],
         args=list(arguments),
@@ -95,9 +89,11 @@ def main(arguments: Sequence[str]) -> int:
         # rank 0 prints the problem; an exit code other than 0 here would make the launcher end rank 0
         return 0
     from shardtrain.doctor.check import RankContext
-    from shardtrain.doctor.runner import run_checks
+    from shardtrain.doctor.runner import CHECKS, run_checks
 
-    chosen = _choose_checks(options)
+    assert tuple(CHECKS) == NAMES, "the help names all checks"
+    chosen = {name: check for name, check in CHECKS.items() if name in options.names}
+    chosen = {name: each for name, each in chosen.items() if not (options.quick and each.measures)}
     contexts = [
         RankContext(
             environment=environment,
@@ -114,15 +110,6 @@ def main(arguments: Sequence[str]) -> int:
         for control in connection.controls[: 1 + len(chosen)]
     ]
     return _finish(run_checks(chosen, contexts), contexts[0], options)
-
-
-def _choose_checks(options: Options) -> "dict[str, Check]":
-    """Return name -> check of the checks to run."""
-    from shardtrain.doctor.runner import CHECKS
-
-    assert tuple(CHECKS) == NAMES, "the help names all checks"
-    chosen = {n: check for n, check in CHECKS.items() if n in options.names}
-    return {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
 
 
 def _finish(results: "CheckResults", context: "RankContext", options: Options) -> int:
@@ -165,13 +152,12 @@ def json_text(results: "CheckResults", context: "RankContext") -> str:
         "verdict": results.status,
         "ranks": [{"name": n, "host": h} for n, h in zip(context.control.names, context.hosts, strict=True)],
         "present": results.present,
-        "rows": [_row_data(row) for row in results.rows],
+        # scripts may rely on these keys
+        "rows": [
+            {"check": row.check, "what": row.item, "found": row.finding, "verdict": row.status, "do": row.fix}
+            for row in results.rows
+        ],
         "seconds": results.seconds,
         "facts": results.facts,
     }
     return json.dumps(data, indent=1) + "\n"
-
-
-def _row_data(row: "Row") -> dict[str, str]:
-    """Return a row with the keys of the JSON output, which scripts may rely on."""
-    return {"check": row.check, "what": row.item, "found": row.finding, "verdict": row.status, "do": row.fix}

@@ -124,8 +124,7 @@ def _print_continuations(options: GenerateOptions) -> None:
         choose_tokenizer(saved, options.tokenizer), None if options.end == "none" else options.end
     )
     prompts = read_prompts(options)
-    tokens = encode_prompts(prompts, tokenizer, saved, options)
-    for number, found in enumerate(continue_prompts(saved, tokenizer, prompts, tokens, sampling, options)):
+    for number, found in enumerate(_continue(saved, tokenizer, prompts, sampling, options)):
         if options.json:
             terminal.out(json.dumps(found._asdict()) + "\n")
         else:
@@ -208,15 +207,11 @@ def encode_prompts(
     return found
 
 
-def continue_prompts(
-    saved: SavedRun,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    tokens: Sequence[np.ndarray],
-    sampling: Any,
-    options: GenerateOptions,
+def _continue(
+    saved: SavedRun, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Any, options: GenerateOptions
 ) -> Iterator[Continuation]:
     """Yield the continuation of each prompt."""
+    tokens = encode_prompts(prompts, tokenizer, saved, options)
     restored = saved.restore(evaluated=options.evaluated)
     begin = find_begin(saved, options)
     room = find_seq(saved) - (0 if begin is not None else max(map(len, tokens)))

@@ -53,7 +53,11 @@ def apply_files(run: Run, words: Sequence[str]) -> Run:
     Raises:
       ValueError: one of them cannot be read, or is not known.
     """
-    return _apply_mesh_file(_apply_strategy(_apply_pretrained_model(run, words), words), words)
+    run = _apply_strategy(_apply_pretrained_model(run, words), words)
+    given = find_values(words, "--mesh", "--strategy.layout.mesh")
+    if given and is_layout_file(given[-1]):
+        return replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
+    return run
 
 
 def _apply_pretrained_model(run: Run, words: Sequence[str]) -> Run:
@@ -125,14 +129,6 @@ def read_given_cluster(words: Sequence[str]) -> Cluster | None:
     """
     given = find_values(words, "--cluster")
     return read_cluster(Path(given[-1])) if given else None
-
-
-def _apply_mesh_file(run: Run, words: Sequence[str]) -> Run:
-    """Replace the layout by the layout file that `--mesh` names."""
-    given = find_values(words, "--mesh", "--strategy.layout.mesh")
-    if given and is_layout_file(given[-1]):
-        return replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
-    return run
 
 
 def is_layout_file(mesh: str) -> bool:

@@ -82,9 +82,6 @@ SHORT = {
 }
 """Path of a field -> short name of its option; the path is accepted too."""
 
-RENAMED = {"meet_when": "sync_when"}
-"""Earlier name of an option -> its name."""
-
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
 
@@ -188,7 +185,7 @@ def run_options(run: Run) -> Iterator[FieldOption]:
 
 
 def refuse_options(words: Sequence[str], config: Any) -> None:
-    """Refuse renamed options, and options of fields that only the run file sets.
+    """Refuse options of fields that only the run file sets.
 
     Args:
       words: the command line after RUN.
@@ -202,12 +199,9 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
         *(f"model.{name}" for name in getattr(config, "FIELDS_WITHOUT_OPTION", ())),
     }
     flags = {format_flag(name): path for path in rare for name in (path, SHORT.get(path, path))}
-    renamed = {format_flag(old): format_flag(new) for old, new in RENAMED.items()}
     problems = []
     for word in words:
         name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
-        if name in renamed:
-            problems.append(f"{name}: its name is {renamed[name]} now")
         if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
@@ -217,18 +211,6 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
-
-
-def _read_mesh(text: str) -> Mapping[str, int]:
-    return read_layout(Path(text)).mesh if is_layout_file(text) else parse_mesh(text)
-
-
-def _combiner_help() -> str:
-    """Return the help of --combine, with all registered combiners and codecs."""
-    return (
-        f"combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name. Combiners:"
-        f" {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}."
-    )
 
 
 def _summaries(registry: Mapping[str, Callable[..., Any]]) -> str:
@@ -281,14 +263,15 @@ def _read_share_limits(text: str) -> tuple[int, ...] | str:
 TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
-        read=_read_mesh,
+        read=lambda text: read_layout(Path(text)).mesh if is_layout_file(text) else parse_mesh(text),
         help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1 means all remaining devices), or a layout"
         " file, as in meshes/.",
     ),
     f"{SYNCHRONISATION}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
-        help=_combiner_help(),
+        help="combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name."
+        f" Combiners: {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}.",
     ),
     "sinks": TextForm(
         write=lambda sinks: ",".join(each if isinstance(each, str) else GIVEN_IN_PYTHON for each in sinks),

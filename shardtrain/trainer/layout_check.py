@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardtrain import axes
-from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
+from shardtrain.axes import TENSOR
 from shardtrain.data import Batch, place, process_rows
-from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
@@ -26,7 +25,6 @@ from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import list_equations
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
@@ -194,28 +192,3 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
             " context times tensor does not divide the positions of its sequences; or the layout has rules"
             " that shard residual_seq, heads or mlp otherwise. Set collective_matmul = false"
         )
-
-
-def has_permutes(mesh: Mesh, *, sequence_sharded: bool) -> bool:
-    """Return whether a mesh has a pipeline over sharded sequences, which `check_permutes` checks."""
-    over_tensor = sequence_sharded and mesh.shape[TENSOR] > 1
-    return mesh.shape[PIPELINE] > 1 and (mesh.shape[CONTEXT] > 1 or over_tensor)
-
-
-def check_permutes(program: jax.stages.Lowered) -> None:
-    """Compile the step of a pipeline over sharded sequences, and check it.
-
-    Args:
-      program: the program of the step.
-
-    Raises:
-      ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
-    """
-    refuse(
-        "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
-        " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
-        " model computes, as in logits[:, 1:], use whole sequences, by"
-        " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
-        " use --across pipeline, or context=1 and no --sequence-sharded",
-        permutes_in_branches(program.compile().as_text() or ""),
-    )

@@ -22,7 +22,6 @@ from shardtrain.functional.model import path_text
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.state import State, restart_local
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
@@ -70,7 +69,11 @@ def read_arrays(
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.grid is not None:
         shapes = [_find_whole_shapes(leaves, origins), _find_whole_shapes(reader.leaves, {})]
-        _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
+        # the stages together must want all saved arrays
+        gathered = coordination.gather_islands("arrays", lambda island: shapes)
+        asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
+        allow = Allow(missing=missing, unused=unused)
+        check_state(reader, widen_optimizer_state(saved, asked), asked, allow)
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
@@ -91,23 +94,6 @@ def read_arrays(
         return {}
     _report_replicas(checkpoints, reader, origins)
     return found
-
-
-def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: Any, allow: Allow) -> None:
-    """Check that the stages together want all saved arrays.
-
-    Args:
-      coordination: the exchange with the other islands.
-      reader: the reader of the checkpoint.
-      shapes: the shapes that this stage wants, and those that it sees, from `_find_whole_shapes`.
-      allow: the allowed differences.
-
-    Raises:
-      ValueError: the checkpoint holds another state than this run has.
-    """
-    gathered = coordination.gather_islands("arrays", lambda island: shapes)
-    asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-    check_state(reader, widen_optimizer_state(saved, asked), asked, allow)
 
 
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:

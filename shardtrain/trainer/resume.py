@@ -187,7 +187,12 @@ def _next_position(
     if is_other_data(extra["run"], description):
         note("WARNING: the data has changed since the checkpoint: training continues from its beginning")
         return FIRST_POSITION
-    if _forms_other_batches(extra["run"], run):
+    # whether the samples before a position have changed: a batch of examples is a number of samples, so a
+    # position is the same in any order and batch
+    saved = extra["run"]
+    before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
+    now = (run.batch_unit, run.batch, run.seed)
+    if "tokens" in (before[0], now[0]) and before != now:
         note("WARNING: the token batching has changed since the checkpoint: the epoch starts again")
         return Position(epoch=position["epoch"], index=0)
     return position
@@ -234,14 +239,6 @@ def _find_base(run: Run) -> CheckpointReader | None:
             " --start-from.checkpoint FOLDER with the frozen parameters, or --checkpoints.no-trained-only"
         )
     return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
-
-
-def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
-    """Return whether the samples before a position have changed since it was saved."""
-    before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
-    now = (run.batch_unit, run.batch, run.seed)
-    # a batch of examples is a number of samples, so a position is the same in any order and batch
-    return "tokens" in (before[0], now[0]) and before != now
 
 
 def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:

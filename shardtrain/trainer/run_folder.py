@@ -132,16 +132,12 @@ def append_line(path: Path, line: str) -> None:
     """
     with open_own(path, append=True) as file:
         data = line.encode() + b"\n"
-        if file.tell() and _last_byte(path) != b"\n":
-            data = b"\n" + data
+        if file.tell():
+            with path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                data = data if written.read(1) == b"\n" else b"\n" + data
         while data:
             data = data[file.write(data) :]
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
 
 
 def describe_rank(islands: Islands | None) -> dict[str, Any]:
@@ -188,6 +184,11 @@ def make_start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | Non
     hosts: dict[str, Any] = {}
     for rank in ranks:
         hosts.setdefault(rank["host"], rank["of_host"])
+    mpi: dict[str, str] | None = None
+    if islands is not None:
+        from shardtrain.islands.bridge import library_facts  # MPI has started
+
+        mpi = {**library_facts(), "launcher": islands.environment.launcher}
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": {
@@ -196,7 +197,7 @@ def make_start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | Non
             "executable": sys.executable,
         },
         "packages": list_installed_packages(sys.path),
-        "mpi": None if islands is None else _mpi(islands),
+        "mpi": mpi,
         "flags": {name.removeprefix("flags/"): value for name, value in flags(os.environ).items()},
         "variables": variables,
         "hosts": hosts,
@@ -210,9 +211,3 @@ def _own(rank: Mapping[str, Any], common: Mapping[str, str]) -> dict[str, Any]:
     own = rank["variables"]
     names = [name for name in sorted({*own, *common}) if own.get(name) != common.get(name)]
     return {**found, "variables": {name: own.get(name) for name in names}}
-
-
-def _mpi(islands: Islands) -> dict[str, str]:
-    from shardtrain.islands.bridge import library_facts  # MPI has started: there are islands
-
-    return {**library_facts(), "launcher": islands.environment.launcher}

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Loader
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch
-from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import program_fact
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.cuts import make_partitions
@@ -21,6 +22,7 @@ from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
@@ -29,14 +31,13 @@ from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
-from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
+from shardtrain.train_step.stage_links import StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.every_step import make_sync
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
-from shardtrain.trainer.layout_check import check_permutes, has_permutes
 from shardtrain.trainer.program_cache import find_program_folder
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup, make_microbatch
@@ -49,9 +50,13 @@ def check_programs(
     """Check the programs of a step; it uses the same ones when it is called.
 
     Raises:
-      ValueError: islands of the same mesh and rows have different programs; or see `check_permutes`.
+      ValueError: islands of the same mesh and rows have different programs; or a loss, a metric or a model
+        cuts positions out of a sharded sequence in a pipeline.
     """
-    in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
+    sizes = setup.mesh.shape
+    over_tensor = run.strategy.layout.sequence_sharded and sizes[TENSOR] > 1
+    # a pipeline over sharded sequences
+    in_stages = sizes[PIPELINE] > 1 and (sizes[CONTEXT] > 1 or over_tensor)
     if not (in_stages or coordination.islands):
         return
     of_islands = isinstance(step, IslandStep)
@@ -59,7 +64,14 @@ def check_programs(
     if not programs:
         return
     if in_stages:
-        check_permutes(programs[0])
+        refuse(
+            "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
+            " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
+            " model computes, as in logits[:, 1:], use whole sequences, by"
+            " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
+            " use --across pipeline, or context=1 and no --sequence-sharded",
+            permutes_in_branches(programs[0].compile().as_text() or ""),
+        )
     if coordination.islands is not None:
         coordination.check_agreement(hash_programs(run, setup, batch, programs))
 
@@ -189,6 +201,10 @@ def _make_stage_compute(
     }
     # the step clips instead of the optimizer, because only the step knows the norm of all stages
     clip = run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None
+    # whether this stage can load programs that the same stage of the first pipeline compiled
+    shares_programs = grid.replica > 0 and find_program_folder() is not None
+    of_first = islands.hosts[islands.first_ranks[grid.stage]]
+    shares_programs = shares_programs and of_first == islands.environment.host
     return StageCompute(
         stage_model,
         StageTables(
@@ -204,17 +220,11 @@ def _make_stage_compute(
             islands.mailbox(grid.replica, grid.stage, LONG_SECONDS),
             owners,
             lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
-            _shares_programs(islands, grid),
+            shares_programs,
         ),
         run.strategy.synchronisation,
         loader.shard().start,
     )
-
-
-def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
-    """Return whether this stage can load programs that the same stage of the first pipeline compiled."""
-    of_first = islands.hosts[islands.first_ranks[grid.stage]]
-    return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host
 
 
 def format_traced_cut(traced: ModelTrace, stages: Partition) -> str:

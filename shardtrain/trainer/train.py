@@ -109,7 +109,12 @@ def train(
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first and not is_elastic:
-            _say_mark(folder, output, stop)
+            # at once: notes wait for a display, and the same program may end this process first
+            if text := take_mark(folder):
+                output.say(text)
+            if stop is not None:
+                # the mark goes if the user ends this start
+                stop.before_end = partial(remove_mark, folder)
         prepared = PreparedRun(run, folder, islands, output, stack)
         if prepared.elastic is not None:
             prepared.elastic.command = command
@@ -143,15 +148,6 @@ def train(
     )
 
 
-def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> None:
-    """Say in which program an earlier start ended; remove the mark if the user ends this start."""
-    # at once: notes wait for a display, and the same program may end this process first
-    if text := take_mark(folder):
-        output.say(text)
-    if stop is not None:
-        stop.before_end = partial(remove_mark, folder)
-
-
 def _summarise(session: Session, step: int, programs: str) -> None:
     """Print time, compiled programs, speed compared with its prediction, and memory; all ranks call it."""
     prepared, output = session.prepared, session.output
@@ -159,21 +155,15 @@ def _summarise(session: Session, step: int, programs: str) -> None:
     output.say(session.spent.summary())
     if programs:
         output.say(programs)
-    _compare_speed(prepared, output)
+    if prepared.strategy.predicted and prepared.coordination.is_first:
+        try:
+            text = speed_text(read_jsonl(prepared.folder / METRICS), prepared.strategy.predicted)
+        except (OSError, ValueError) as error:
+            text = f"WARNING: the speed is not compared with its prediction: {error}"
+        if text is not None:
+            output.say(text)
     peaks = prepared.coordination.gather_after_work("peak memory", list(measure_peak_memory()))
     output.say(memory_text(peaks, prepared.coordination.grid))
-
-
-def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
-    """Print the speed of steps compared with the prediction of a plan, if the strategy has one."""
-    if not (prepared.strategy.predicted and prepared.coordination.is_first):
-        return
-    try:
-        text = speed_text(read_jsonl(prepared.folder / METRICS), prepared.strategy.predicted)
-    except (OSError, ValueError) as error:
-        text = f"WARNING: the speed is not compared with its prediction: {error}"
-    if text is not None:
-        output.say(text)
 
 
 def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
@@ -188,7 +178,10 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     prepared, note = session.prepared, session.output.note
     run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
-    skipped = _find_skipped_data(prepared, note)
+    # the record of skipped data; a run without waves is not replayed
+    skipped: SkippedData | None = None
+    if prepared.coordination.islands is not None and run.strategy.synchronisation.distance is not None:
+        skipped = SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
     newest: int | None = None
     position: Position | None = None
     while True:
@@ -236,14 +229,6 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             newest, position = rollbacks.find_newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
-
-
-def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
-    """Return the record of skipped data; None for a run without waves, which nobody replays."""
-    run, coordination = prepared.run, prepared.coordination
-    if coordination.islands is None or run.strategy.synchronisation.distance is None:
-        return None
-    return SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
 
 
 def _train_segment(

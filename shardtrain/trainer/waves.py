@@ -82,8 +82,6 @@ def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
         )
     found = []
     for record in read_jsonl(path):
-        if "meeting" in record:  # as earlier logs call a barrier
-            record["barrier"] = record.pop("meeting")
         kinds: list[Kind] = [each for each in KINDS if each in record]
         kind = (kinds or KINDS)[0]
         number = record.get(kind, -1.0)

@@ -114,11 +114,6 @@ def test_folders_that_cannot_be_written_are_wrong(tmp_path, options, fill, what,
     assert rows[what]["do"].startswith(do)
 
 
-def test_a_sweep_of_messages_is_refused_with_what_does_it(capsys):
-    assert cli.main(["doctor", "--sweep"]) == 2
-    assert "the OSU micro-benchmarks measure links by message size" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [

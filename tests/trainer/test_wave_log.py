@@ -42,10 +42,3 @@ def test_lines_that_are_no_events_are_refused(line, tmp_path):
 def test_a_replay_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shard-1\.jsonl is not there; give the folder of a run in waves"):
         read_wave_log(tmp_path, 1, 2)
-
-
-def test_earlier_logs_call_a_barrier_a_meeting(tmp_path):
-    path = wave_file(tmp_path, 0)
-    path.parent.mkdir()
-    path.write_text('{"step": 2, "meeting": 1}\n{"step": 4, "barrier": 0}\n')
-    assert read_wave_log(tmp_path, 0, 2) == [Event("barrier", 1, 2), Event("barrier", 0, 4)]

@@ -164,7 +164,6 @@ def test_each_question_is_answered(words, shown, capsys):
             "--learning-rate is -1; use a finite number above 0",
         ),
         ("batch --small 64 --small-norm 1 --large 16 --large-norm 1", "batches of 64 and 16; give two"),
-        ("devices --overhead 0.1", "no question 'devices' any more; use shardtrain plan RUN --advise: eff"),
         ("intervals", "there is no question 'intervals' (did you mean 'interval'?)"),
     ],
 )
