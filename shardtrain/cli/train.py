@@ -91,8 +91,8 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
-    from shardtrain.trainer.profiling import parse_steps
     from shardtrain.trainer.program_cache import keep_programs
+    from shardtrain.trainer.session import parse_steps
     from shardtrain.trainer.train import train
 
     # Orbax logs a traceback for each array that it could not write; our own message is printed once

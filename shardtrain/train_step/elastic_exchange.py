@@ -6,7 +6,7 @@ changed in some local steps. Next: `elastic_program.py`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,33 +40,6 @@ Call = Callable[..., Any]
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function."""
     return function(*arguments)
-
-
-class ElasticExchange(Protocol):
-    """An exchange of an elastic run."""
-
-    def contribute(
-        self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
-    ) -> Any:
-        """Return a tree of arrays, which is added up over slots.
-
-        Args:
-          state: the state after the exchange before.
-          batches: the rows of a slot in each step until the exchange.
-          first_row: uint32, the number of its first row in a batch.
-          slot: uint32, its number.
-          call: calls a compiled function; `jax.eval_shape` finds the shapes.
-        """
-        ...
-
-    def update(self, state: State, total: Any) -> tuple[State, Metrics]:
-        """Return the state after the exchange and its metrics, for use inside jit.
-
-        Args:
-          state: the state after the exchange before.
-          total: the sum over all slots.
-        """
-        ...
 
 
 def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
@@ -103,8 +76,11 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
 
 def make_exchange(
     training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
-) -> ElasticExchange:
+) -> "GradientExchange | LocalStepsExchange":
     """Make the exchange of a run.
+
+    Its `contribute` returns a tree of arrays, which is added up over slots; `update` returns the state after
+    the exchange and its metrics, given the sum over all slots, for use inside jit.
 
     Args:
       training: model, loss and optimizer.
@@ -146,12 +122,20 @@ class GradientExchange:
     def contribute(
         self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
     ) -> Any:
-        """Return the sums of a slot, see `ElasticExchange`."""
+        """Return the sums of a slot.
+
+        Args:
+          state: the state after the exchange before.
+          batches: the rows of the slot in each step until the exchange.
+          first_row: uint32, the number of its first row in a batch.
+          slot: uint32, its number.
+          call: calls a compiled function; `jax.eval_shape` finds the shapes.
+        """
         (batch,) = batches
         return call(self._compute, state, batch, first_row, slot)
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
-        """Update by the combined gradient, see `ElasticExchange`."""
+        """Update by the combined gradient."""
         count, extra = total["count"], dict[str, Any]()
         model_state = _average_state(total["model_state"], state.model_state)
         found = Sums(total["loss_sum"], count, total["metrics"], total.get("grads"), model_state)
@@ -205,7 +189,7 @@ class LocalStepsExchange:
     def contribute(
         self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
     ) -> Any:
-        """Take the steps of a slot, and return what they changed, see `ElasticExchange`."""
+        """Take the steps of a slot, and return what they changed."""
         own = None
         for batch in batches:
             own = own or call(self._begin, state, self._make_zeros(state, batch))
@@ -220,7 +204,7 @@ class LocalStepsExchange:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._zeros)
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
-        """Apply the combined changes of the slots, see `ElasticExchange`."""
+        """Apply the combined changes of the slots."""
         sums, outer = total["sums"], self._synchronisation.outer_optimizer
         combined, extra = self._reduction.reduce(total)
         fragment = self._reduction.fragment

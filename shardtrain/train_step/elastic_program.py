@@ -128,7 +128,7 @@ class ElasticProgram:
         return self._batches.advance(Position(epoch=0, index=0), step)
 
     def compute(self, step: int, slots: Sequence[int]) -> Any:
-        """Return what the exchange sums, see `ElasticExchange`, over some slots until the next exchange."""
+        """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange."""
         end = find_next(step, self._every)
         plan = [(each, slot) for slot in slots for each in range(step, end)]
         plan += [(end, slot) for slot in slots[:AHEAD]]

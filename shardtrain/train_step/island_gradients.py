@@ -56,8 +56,6 @@ class IslandGradients:
       batch: an example, arrays or shapes; only needed for several parts.
 
     Attributes:
-      labels: names of the entries of a combiner's metric (L,).
-      keeps_state: whether a combiner has a state.
       combiners: the combiner of each part.
       shardings: for each part, name -> sharding of what it sends.
       are_sums: whether gradients are sums over examples, which are divided after they are combined.
@@ -97,8 +95,6 @@ class IslandGradients:
             for part in self._plan
         ]
         self.combiners = [make_combiner(sent) for sent in shapes or [None]]
-        self.labels = [label for each in self.combiners for label in each.labels]
-        self.keeps_state = any(each.keeps_state for each in self.combiners)
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
@@ -131,14 +127,6 @@ class IslandGradients:
         else:
             found, own = self._whole_program(state, batch, first_row)
             yield GradientPart(found.grads, found.count, (found._replace(grads={}), own))
-
-    def init(self) -> list[Any]:
-        """Create the state of the combiners, part by part."""
-        return [each.init() for each in self.combiners]
-
-    def wanted(self) -> list[Any]:
-        """Return the shapes, dtypes and shardings of the state of the combiners."""
-        return [each.wanted() for each in self.combiners]
 
     def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""

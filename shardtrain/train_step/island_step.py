@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shardtrain.functional.loss import Batch
+from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Metrics, State
@@ -22,19 +23,20 @@ class IslandStep(ABC):
 
     Args:
       compute: what this island computes.
+      combiners: the combiners whose states it keeps.
 
     Attributes:
       labels: names of the entries of a combiner's metric (L,).
       keeps_state: whether the combiner has a state.
     """
 
-    labels: Sequence[str]
-    keeps_state: bool
+    def __init__(
+        self, compute: IslandCompute | StageCompute, combiners: Sequence[IslandCombiner] = ()
+    ) -> None:
+        self.compute, self._combiners = compute, combiners
+        self.labels = [label for each in combiners for label in each.labels]
+        self.keeps_state = any(each.keeps_state for each in combiners)
 
-    def __init__(self, compute: IslandCompute | StageCompute) -> None:
-        self.compute = compute
-
-    @abstractmethod
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state before the first step with what this island needs for the exchange.
 
@@ -42,10 +44,13 @@ class IslandStep(ABC):
           state: of `init_state`.
           batch: arrays or shapes.
         """
+        combine_state = [each.init() for each in self._combiners]
+        return state._replace(combine_state=combine_state or state.combine_state)
 
-    @abstractmethod
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes, dtypes and shardings of what `begin` returns, for those of `init_state`."""
+        combine_state = [each.wanted() for each in self._combiners]
+        return state._replace(combine_state=combine_state or state.combine_state)
 
     @abstractmethod
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:

@@ -29,13 +29,13 @@ from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_totals import find_sum_shapes
-from shardtrain.train_step.owner_transfers import OwnerCombiners
 from shardtrain.train_step.placement import Placement, find_own_shardings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
-from shardtrain.train_step.stage_links import StageLinks, StageSums, gather_losses, sum_losses
-from shardtrain.train_step.stage_programs import CompileTurns, StagePrograms
-from shardtrain.train_step.stage_update import (
+from shardtrain.train_step.stage_links import OwnerCombiners, StageLinks, StageSums, gather_losses, sum_losses
+from shardtrain.train_step.stage_programs import (
+    CompileTurns,
+    StagePrograms,
     StageUpdate,
     make_gradient_programs,
     make_stage_own_update,
@@ -67,7 +67,7 @@ class StageCompute:
     Args:
       stage_model: the parts of the model on this stage.
       tasks: the tasks of all stages, see `StageTables`.
-      training: how the stage updates its parameters, see `stage_update.StageUpdate`.
+      training: how the stage updates its parameters, see `StageUpdate`.
       placement: the placement of the stage's own parameters on this island.
       links: the connections to other islands.
       synchronisation: how pipelines are synchronised, stage by stage.

@@ -22,6 +22,7 @@ from shardtrain.data import (
 )
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.measured_shares import MeasuredShares, capacity
+from shardtrain.plan.devices import find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.untrusted_files import check_whole_number
@@ -48,7 +49,7 @@ class RowShares:
       limits: the largest share of a batch for each island, in examples or tokens; None without limits.
 
     Raises:
-      ValueError: see `Coordination.split`; or one island cannot split the batch.
+      ValueError: there are not as many weights as islands; or one island cannot split the batch.
     """
 
     def __init__(
@@ -56,15 +57,15 @@ class RowShares:
     ) -> None:
         shares, self._batch_axes = run.strategy.across.shares, run.strategy.layout.batch_axes
         weights = None if isinstance(shares, str) else shares
-        self._split = coordination.split(weights, mesh, self._batch_axes, microbatches)
+        unit = RowSplit.of(mesh.shape, self._batch_axes, microbatches).multiple
+        self._weights, self._multiples, self._own = _find_weights(coordination, weights, mesh, unit)
         self._row_counts, self._mesh, self._microbatches = row_counts, mesh, microbatches
         # batches of tokens are padded: their numbers of rows follow from lengths, and may not divide; and
         # those of islands that come and go, whose meshes nobody knows before
         self._pads = run.batch_unit == "tokens" or bool(run.elastic.islands)
-        if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
-            unit = self._split.multiples[0]
-            RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])
-        self._batch, self._measures = run.batch, shares == "auto" and len(self._split.multiples) > 1
+        if len(self._multiples) == 1 and not self._pads and coordination.islands is not None:
+            RowSplit({"data": self._multiples[0] // microbatches}, microbatches).check(row_counts[0])
+        self._batch, self._measures = run.batch, shares == "auto" and len(self._multiples) > 1
         self._compile: set[tuple[int, ...]] = set()
         limits = run.strategy.across.share_limits
         self.limit(None if isinstance(limits, str) else limits)
@@ -77,15 +78,15 @@ class RowShares:
             island's mesh can compute; or there are not as many limits as islands.
         """
         self.limits = limits
-        if limits is not None and len(limits) != len(self._split.multiples):
+        if limits is not None and len(limits) != len(self._multiples):
             raise ValueError(
-                f"share_limits has {len(limits)} numbers, and there are {len(self._split.multiples)} islands;"
+                f"share_limits has {len(limits)} numbers, and there are {len(self._multiples)} islands;"
                 " give one each"
             )
         most = max(self._row_counts)
         self._measured: MeasuredShares | None = None
         if self._measures:
-            rows, multiples = self._rows(most), self._split.multiples
+            rows, multiples = self._rows(most), self._multiples
             self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
 
     def _row_limits(self, num_rows: int) -> list[int] | None:
@@ -93,7 +94,7 @@ class RowShares:
         if self.limits is None:
             return None
         found = []
-        for island, (limit, multiple) in enumerate(zip(self.limits, self._split.multiples, strict=True)):
+        for island, (limit, multiple) in enumerate(zip(self.limits, self._multiples, strict=True)):
             rows = limit * num_rows // self._batch
             if rows < multiple:
                 raise ValueError(
@@ -113,7 +114,7 @@ class RowShares:
         return {num_rows: self._shard(num_rows) for num_rows in self._row_counts}
 
     def _shard(self, num_rows: int) -> BatchShard:
-        rows, own = self._rows(num_rows), self._split.own
+        rows, own = self._rows(num_rows), self._own
         padded = self._pads or self._measured is not None
         return batch_shard(
             rows,
@@ -121,22 +122,21 @@ class RowShares:
             self._mesh,
             self._batch_axes,
             self._microbatches,
-            self._split.multiples[own],
+            self._multiples[own],
             self._capacities(rows, num_rows)[own] if padded else None,
         )
 
     def _rows(self, num_rows: int) -> list[int]:
         """Return the rows of each island in a batch."""
-        if self._measured is None:
-            return self._split.rows(num_rows, self._row_limits(num_rows))
-        if num_rows == sum(self._measured.rows):
-            return self._measured.rows
-        limits = self._row_limits(num_rows)
-        return split_over_islands(num_rows, self._measured.rows, self._split.multiples, limits)
+        measured = self._measured
+        if measured is not None and num_rows == sum(measured.rows):
+            return measured.rows
+        weights, limits = measured.rows if measured else self._weights, self._row_limits(num_rows)
+        return split_over_islands(num_rows, weights, self._multiples, limits)
 
     def _capacities(self, rows: Sequence[int], num_rows: int) -> list[int]:
         """Return the padded rows; measured rows get one of few numbers, so that few programs are compiled."""
-        multiples = self._split.multiples
+        multiples = self._multiples
         if self._measured is not None:
             limits = self._row_limits(num_rows) or [math.inf] * len(rows)
             return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
@@ -145,7 +145,7 @@ class RowShares:
     @property
     def multiple(self) -> int:
         """The number of rows that this island's mesh splits without padding."""
-        return self._split.multiples[self._split.own]
+        return self._multiples[self._own]
 
     def saved(self) -> dict[str, list[int]]:
         """Return the extra data of a checkpoint: the rows of each island, if they are measured."""
@@ -170,7 +170,7 @@ class RowShares:
     def own_share(self) -> float:
         """Return this island's fraction of the rows of a batch."""
         rows = self._rows(max(self._row_counts))
-        return rows[self._split.own] / sum(rows)
+        return rows[self._own] / sum(rows)
 
     def add(
         self, seconds: Sequence[float], num_rows: int, rest_seconds: Sequence[float] | None = None
@@ -201,6 +201,47 @@ class RowShares:
             f"rows of the islands from now on: {', '.join(map(str, measured.rows))}; the slowest took"
             f" {before:.3g} s a step, expected are {expected:.3g} s"
         )
+
+
+def _find_weights(
+    coordination: Coordination, weights: Sequence[float] | None, mesh: Mesh, unit: int
+) -> tuple[Sequence[float], list[int], int]:
+    """Find how the rows of batches are split over islands, or over pipelines of islands.
+
+    Args:
+      coordination: the exchange with the other islands.
+      weights: the weight of each island's share; None takes the peak rates of its devices if those of all
+        islands are known, else their number.
+      mesh: of this island.
+      unit: the number of rows that it can split without padding.
+
+    Returns:
+      The weight of each, the number of rows that each can split without padding, and the index of this one.
+    """
+    if coordination.islands is None:
+        if weights is not None and len(weights) != 1:
+            raise ValueError(
+                f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
+                f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
+            )
+        return [1], [unit], 0
+    device = find_device(mesh.devices.flat[0].device_kind)
+    rate = device and device.matrix_flops_per_second
+    found = coordination.all_gather_islands("rows", [mesh.devices.size, unit, rate])
+    rates_known = all(rate for _, _, rate in found)
+    found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
+    own, grid = coordination.island, coordination.grid
+    if grid is not None:
+        # all stages of a pipeline work on the same rows
+        pipelines = [grid.select_replica(found, i) for i in range(grid.num_replicas)]
+        found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
+        own = grid.replica
+    if weights is not None and len(weights) != len(found):
+        raise ValueError(
+            f"shares has {len(weights)} weights, and there are {len(found)}"
+            f" {'islands' if grid is None else 'pipelines'}; give one each"
+        )
+    return weights or [n for n, _ in found], [unit for _, unit in found], own
 
 
 class RowFit(NamedTuple):

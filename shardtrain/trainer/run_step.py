@@ -32,10 +32,10 @@ from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import StageLinks
-from shardtrain.train_step.stage_update import StageUpdate
+from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.state import State
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.waves import BarrierSchedule
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.program_cache import find_program_folder

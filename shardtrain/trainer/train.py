@@ -30,7 +30,6 @@ from shardtrain.trainer.elastic_run import ElasticRun, mark_plain
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
-from shardtrain.trainer.profiling import ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.program_mark import remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
@@ -43,7 +42,7 @@ from shardtrain.trainer.run_folder import (
     record_environment,
     write_run_files,
 )
-from shardtrain.trainer.session import Session
+from shardtrain.trainer.session import ProfiledSteps, Session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
 from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text

@@ -1,6 +1,6 @@
 """Record the events and skipped data of waves in `waves/`, replay them, and make the wave merge of a run.
 
-Next: `train_step/sync/waves.py`, `train_step/sync/barrier_schedule.py`.
+Next: `train_step/sync/waves.py`.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,8 @@ from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import Waves, WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, Waves, WaveWorker
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval

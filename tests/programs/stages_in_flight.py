@@ -33,14 +33,12 @@ from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
-from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
-from shardtrain.train_step.stage_update import StageUpdate
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid, StageLinks
+from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, WaveWorker
 
 IN_FLIGHT, EVERY = int(sys.argv[1]), int(sys.argv[2])
 STEPS, DRAINED, STAGES, MICROBATCHES = 14, 8, 2, 2

@@ -20,16 +20,7 @@ class EveryStep(IslandStep):
     """
 
     def __init__(self, compute: IslandCompute | StageCompute) -> None:
-        super().__init__(compute)
-        self.labels, self.keeps_state = compute.exchange.labels, compute.exchange.keeps_state
-
-    def begin(self, state: State, batch: Batch) -> State:
-        """Return the state with that of the combiner, see `IslandStep`."""
-        return state._replace(combine_state=self.compute.exchange.init())
-
-    def wanted(self, state: State, batch: Batch) -> State:
-        """Return the shapes of what `begin` returns, see `IslandStep`."""
-        return state._replace(combine_state=self.compute.exchange.wanted())
+        super().__init__(compute, compute.exchange.combiners)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""

@@ -42,10 +42,9 @@ class Merge(IslandStep):
         fragments: Sequence[Fragment],
         combiners: Sequence[IslandCombiner] = (),
     ) -> None:
-        super().__init__(compute)
-        self._synchronisation, self._fragments, self._combiners = synchronisation, fragments, combiners
-        self.labels = combiners[0].labels if len(combiners) == 1 else []
-        self.keeps_state = any(combiner.keeps_state for combiner in combiners)
+        super().__init__(compute, combiners)
+        self._synchronisation, self._fragments = synchronisation, fragments
+        self.labels = self.labels if len(combiners) == 1 else []
         self._last: tuple[Any, int] = (None, 0)
 
     def begin(self, state: State, batch: Batch) -> State:
@@ -54,8 +53,7 @@ class Merge(IslandStep):
         shardings = self.shardings(state, sums)
         create = jax.jit(self._create(sums), out_shardings=(shardings.local, shardings.outer_state))
         local, outer_state = create(state.params, state.model_state)
-        state = state._replace(local=local, outer_state=outer_state)
-        return self._add_combine_state(state, [combiner.init() for combiner in self._combiners])
+        return super().begin(state._replace(local=local, outer_state=outer_state), batch)
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes, dtypes and shardings of what `begin` returns."""
@@ -66,8 +64,7 @@ class Merge(IslandStep):
             jax.eval_shape(self._create(sums), state.params, state.model_state),
             (shardings.local, shardings.outer_state),
         )
-        state = state._replace(local=local, outer_state=outer_state)
-        return self._add_combine_state(state, [combiner.wanted() for combiner in self._combiners])
+        return super().wanted(state._replace(local=local, outer_state=outer_state), batch)
 
     def shardings(self, state: State, sums: Any = ()) -> State:
         """Return the shardings of a state with what `begin` adds."""
@@ -81,9 +78,6 @@ class Merge(IslandStep):
             return local._replace(model_state=jax.tree.map(jnp.copy, model_state)), outer_state
 
         return create
-
-    def _add_combine_state(self, state: State, combine_state: list[Any]) -> State:
-        return state._replace(combine_state=combine_state) if self._combiners else state
 
     def steps_done(self, state: State) -> int:
         """Return the steps done; waits for the device only if the state is not the one returned last."""
@@ -101,7 +95,8 @@ class Merge(IslandStep):
             new, metrics = compute.step_alone(state._replace(combine_state=()), batch)
         else:
             # a mean keeps no arrays, so the shapes of its state are its state
-            plain = state._replace(combine_state=compute.exchange.wanted(), local=(), outer_state=())
+            shapes = [each.wanted() for each in compute.exchange.combiners]
+            plain = state._replace(combine_state=shapes, local=(), outer_state=())
             new, metrics = compute.step_together(plain, batch)
             # nothing was changed alone, and the model state is common
             own = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))
