@@ -203,9 +203,10 @@ class ElasticRun:
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
             step = self._island.member.step
-        self.watched = [
-            line for done, metrics in self._program.recent for line in self._list_lines(done, metrics)
-        ]
+        for done, metrics in self._program.recent:
+            # as `step` returns them, of the steps until an exchange
+            first = (done - 1) // self._every * self._every + 1
+            self.watched += [*((each, NO_METRICS) for each in range(first, done)), (done, metrics)]
         self._was_chief, self._done = self.is_chief(), step
         return StartPoint(
             state=self._program.state,
@@ -272,11 +273,6 @@ class ElasticRun:
         self._show()
         return self._program.state, self._program.metrics if is_last else NO_METRICS
 
-    def _list_lines(self, done: int, metrics: Metrics) -> list[tuple[int, Metrics]]:
-        """Return steps and metrics as `step` returns them, of the steps until an exchange."""
-        first = (done - 1) // self._every * self._every + 1
-        return [*((step, NO_METRICS) for step in range(first, done)), (done, metrics)]
-
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""
         while self.island.advance() is not None:
@@ -296,7 +292,10 @@ class ElasticRun:
         Raises:
           ValueError: the diff.
         """
-        path = self._folder / ELASTIC / FACTS.format(self._find_founded())
+        # of the newest epoch for which the founder has written its facts; 0 if none
+        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
+        founded = max((int(text) for text in texts if text.isdecimal()), default=0)
+        path = self._folder / ELASTIC / FACTS.format(founded)
         found = read_json(path, MOST_FACTS_BYTES)
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
@@ -304,11 +303,6 @@ class ElasticRun:
         title = f"this island cannot join the run in {self._folder}:"
         if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
-
-    def _find_founded(self) -> int:
-        """Return the number of the newest epoch for which the founder has written its facts; 0 if none."""
-        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
-        return max((int(text) for text in texts if text.isdecimal()), default=0)
 
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; void ones are deleted."""

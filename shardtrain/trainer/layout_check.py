@@ -122,7 +122,12 @@ def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> d
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
 
     expected = jax.tree.map(on_mesh, expected, placement.specs.sharded)
-    largest, off = jax.device_get(jax.jit(_largest_differences)(found, expected))
+
+    def largest_differences(found: Any, expected: Any) -> tuple[Any, Any]:
+        largest = jax.tree.map(lambda x: jnp.max(jnp.abs(x)), expected)
+        return largest, jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)), found, expected)
+
+    largest, off = jax.device_get(jax.jit(largest_differences)(found, expected))
     least = LEAST * max(map(float, jax.tree.leaves(largest)))
     scale = jax.tree.map(lambda x: max(float(x), least, float(jnp.finfo(jnp.float32).tiny)), largest)
     relative = jax.tree.map(lambda x, scale: float(x) / scale, off, scale)
@@ -137,12 +142,6 @@ def _gradients(run: Run, model: Model, placement: Placement, rows: Batch, microb
     gradients = make_gradients(model, run.loss, placement)
     compute = jax.jit(gradients, compiler_options=placement.compiler_options)
     return compute(state.params, state.model_state, step_key(state.seed, state.step), batch).grads
-
-
-def _largest_differences(found: Any, expected: Any) -> tuple[Any, Any]:
-    """Return the largest entry of each expected array, and of the difference of the found one; for jit."""
-    largest = jax.tree.map(lambda x: jnp.max(jnp.abs(x)), expected)
-    return largest, jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)), found, expected)
 
 
 def _difference_text(

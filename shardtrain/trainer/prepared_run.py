@@ -5,7 +5,7 @@ Everything that can be refused is refused here. Next: `train.py`.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -184,7 +184,13 @@ class PreparedRun:
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
         source, self.heldout = coordination.run_in_turn("data", lambda: open_sources(run, self.folder))
         # the pipeline decides which collective calls follow, so compare it before them
-        coordination.check_agreement(select_pipeline_facts(self.description))
+        facts = {
+            f"run/{name}": value
+            for name, value in self.description.items()
+            if name.startswith(("strategy.across.", "strategy.pipeline."))
+        }
+        # other islands receive JSON, in which a tuple is a list
+        coordination.check_agreement(json.loads(json.dumps(facts)))
         self.run = run = apply_stage_cut(run, source, coordination, output)
         self.setup = _make_setup(run, source, coordination, output)
         if not isinstance(run.optimizer, Optimizer):
@@ -307,24 +313,6 @@ def _make_coordination(
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
     return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
-
-
-def select_pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide what islands exchange before they compare all their facts.
-
-    Args:
-      description: the run, from `config.describe`.
-
-    >>> select_pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
-    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
-    """
-    found = {
-        f"run/{name}": value
-        for name, value in description.items()
-        if name.startswith(("strategy.across.", "strategy.pipeline."))
-    }
-    # other islands receive JSON, in which a tuple is a list
-    return json.loads(json.dumps(found))
 
 
 def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ continues. Next: `train.py`.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardtrain.plan.space import mesh_text
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.run_lock import LockHeld, hold_lock
 from shardtrain.system.untrusted_files import read_json
@@ -96,22 +98,15 @@ def format_layout_options(strategy: Strategy) -> str:
     '--mesh data=2 --zero 1 --accumulate 2'
     """
     layout, default = strategy.layout, Strategy()
-    axes = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items() if size != 1)
-    words = [f"--mesh {axes}"] if axes else []
-    for name in ("zero", "context_attention", "unnamed"):
-        if (value := getattr(layout, name)) != getattr(default.layout, name):
-            words.append(f"--{name.replace('_', '-')} {value}")
-    words += [
-        f"--{name.replace('_', '-')}"
-        for name in ("sequence_sharded", "collective_matmul")
-        if getattr(layout, name)
-    ]
+    sizes = {axis: size for axis, size in layout.mesh.items() if size != 1}
+    words = [mesh_text(replace(layout, mesh=sizes))] if sizes else []
     for name, value in (
+        ("unnamed", layout.unnamed),
         ("accumulate", strategy.accumulate),
         ("remat", strategy.remat),
         ("schedule", strategy.pipeline.schedule),
     ):
-        if value not in (1, None, default.pipeline.schedule):
+        if value not in (1, None, default.pipeline.schedule, default.layout.unnamed):
             words.append(f"--{name} {value}")
     return " ".join(words)
 

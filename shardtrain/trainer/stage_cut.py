@@ -5,7 +5,7 @@ The numbers of blocks replace the word "time" in the run. Next: `pipeline/stage_
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import StageCut, best_cut, fits
-from shardtrain.plan.devices import GB, TERA, Device, find_device
+from shardtrain.plan.devices import GB, TERA, find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -68,7 +68,8 @@ def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: R
       ValueError: the options do not fit the number of stages, or no cut fits the memory.
     """
     strategy, num_islands = run.strategy, coordination.num_islands
-    if num_islands == 1 or not cuts_by_time(run):
+    by_time = strategy.across.axis == "pipeline" and strategy.pipeline.stages == "time"
+    if num_islands == 1 or not by_time:
         return run
     own = describe_island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
     num_stages = strategy.across.partitions or num_islands
@@ -178,11 +179,6 @@ def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
     return _cut(run, source, [[island] * num_stages] * num_replicas)[0]
 
 
-def cuts_by_time(run: Run) -> bool:
-    """Return whether the run is a pipeline across islands that is cut by time."""
-    return run.strategy.across.axis == "pipeline" and run.strategy.pipeline.stages == "time"
-
-
 def describe_island_devices(layout: Layout, kind: str, number: int) -> StageIslandDevices:
     """Return the devices of an island, and how its layout shards state and rows over them."""
     sizes = axis_sizes(layout.mesh, number)
@@ -215,7 +211,10 @@ def find_stage_devices(
     known = {island.kind: find_device(island.kind) for replica in replicas for island in replica}
     measures = pipeline.stage_speeds == "measured"
     every = [island for replica in replicas for island in replica]
-    rates = _rates(known)
+    # the peak rates in the dtype that all have: bfloat16, else float32
+    matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
+    float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
+    rates = matrix if all(matrix.values()) or not all(float32.values()) else float32
     unknown = sorted(kind for kind, rate in rates.items() if rate is None)
     counted = "by the speeds that were given"
     if speeds is None and unknown and not measures:
@@ -257,15 +256,6 @@ def find_stage_devices(
             )
         )
     return found, counted
-
-
-def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
-    """Return the peak rate of each kind of device in the dtype that all have: bfloat16, else float32."""
-    matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
-    if all(matrix.values()):
-        return matrix
-    float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
-    return float32 if all(float32.values()) else matrix
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:

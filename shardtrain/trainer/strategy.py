@@ -181,18 +181,10 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
         if is_dataclass(item) and type(item) is type(getattr(default, each.name)):
             found[each.name] = _plain(item, name, left_out)
         elif isinstance(item, Mapping | str | bool | int | float | Path) or type(item) in (list, tuple):
-            found[each.name] = _item(item)
+            found[each.name] = str(item) if isinstance(item, Path) else item
         elif item is not None:  # such as a combiner, or an optax transformation, a tuple of functions
             left_out.append(name)
     return found
-
-
-def _item(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _item(each) for key, each in value.items()}
-    return [_item(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_strategy(path: Path) -> Strategy:

@@ -6,6 +6,7 @@ Next: `train_step/sync/waves.py`.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
@@ -155,16 +156,14 @@ class SkippedData:
 def _read(path: Path) -> list[tuple[int, Position]]:
     found = []
     for record in read_jsonl(path) if path.is_file() else []:
-        epoch, index = (_number(record.get(name), f"{path}: {name}") for name in ("epoch", "index"))
-        found.append((int(record["step"]), Position(epoch=epoch, index=index)))
+        numbers = []
+        for name in ("epoch", "index"):
+            # JSON lines are read as floats
+            value: Any = record.get(name)
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
+            numbers.append(check_whole_number(value, f"{path}: {name}", MOST_INDEX))
+        found.append((int(record["step"]), Position(epoch=numbers[0], index=numbers[1])))
     return found
-
-
-def _number(value: float | None, name: str) -> int:
-    # JSON lines are read as floats
-    if isinstance(value, float) and value.is_integer():
-        return check_whole_number(int(value), name, MOST_INDEX)
-    return check_whole_number(value, name, MOST_INDEX)
 
 
 def train_as_repeated(
