@@ -36,7 +36,13 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.layout_check import check_sequences
+from shardtrain.trainer.planned import compile_figures, list_memory_changes, plan_sent_parts
+from shardtrain.trainer.run_step import format_inspected_cut
+from shardtrain.trainer.setup import find_unused, format_unused, make_microbatch
+from shardtrain.trainer.stage_cut import format_predicted_cut
 from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
@@ -142,11 +148,11 @@ def main(arguments: Sequence[str]) -> int:
     if text := _format_cut(run, model, options):
         terminal.out(f"\n{text}\n")
     if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
-        from shardtrain.trainer.layout_check import check_sequences
-
-        check_sequences(run, model, sizes, _use_data(run, partial(_make_microbatch, run)))
+        check_sequences(run, model, sizes, _use_data(run, partial(make_microbatch, run)))
     if options.unused:
-        terminal.out(_format_unused(run, model) + "\n")
+        found = find_unused(run, model, _use_data(run, partial(make_microbatch, run)))
+        text = format_unused(found, run.optimizer) if found else "every parameter can change the loss"
+        terminal.out(f"{text}\n")
     if options.compile is not None:
         with cache_programs(flags_text):
             terminal.out("\n" + _compile(run, options, sizes))
@@ -171,8 +177,6 @@ def _count_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) 
         return by_shares
     if given is not None:
         if is_pipeline and across.partitions:
-            from shardtrain.train_step.stage_links import PipelineGrid
-
             PipelineGrid(num_islands=given, num_stages=across.partitions, island=0)
         return given
     if is_pipeline:
@@ -195,8 +199,6 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
     text = synchronisation_text(synchronisation, merges)
     if across.num_gradient_programs == 1:
         return text
-    from shardtrain.trainer.planned import plan_sent_parts  # imports what islands need
-
     sent = _use_data(run, lambda source: plan_sent_parts(run, source, sizes))
     return f"{text}\n{parts_text(sent.sizes_bytes, across.num_gradient_programs)}"
 
@@ -207,25 +209,8 @@ def _use_data(run: Run, use: Callable[[Any], Any]) -> Any:
         return use(run.data.train(Path(folder)))
 
 
-def _make_microbatch(run: Run, source: Any) -> Any:
-    from shardtrain.trainer.setup import make_microbatch
-
-    return make_microbatch(run, source)
-
-
-def _format_unused(run: Run, model: Model) -> str:
-    """List the parameters that the loss does not depend on."""
-    from shardtrain.trainer.setup import find_unused, format_unused
-
-    found = find_unused(run, model, _use_data(run, partial(_make_microbatch, run)))
-    return format_unused(found, run.optimizer) if found else "every parameter can change the loss"
-
-
 def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
     """Format the cut into stages that islands would make by time or by tracing; "" if they do neither."""
-    from shardtrain.trainer.run_step import format_inspected_cut
-    from shardtrain.trainer.stage_cut import format_predicted_cut
-
     if run.strategy.across.axis != "pipeline":
         return ""
     if run.strategy.pipeline.stages == "time":
@@ -237,8 +222,6 @@ def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
 
 def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; with --memory, also the memory of other options."""
-    from shardtrain.trainer.planned import compile_figures, list_memory_changes  # imports what islands need
-
     kind, notes = options.compile or "", []
     with noting(notes.append):
         found = compile_figures(run, kind, sizes)

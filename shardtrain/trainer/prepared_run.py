@@ -143,9 +143,7 @@ class PreparedRun:
         if coordination.is_first and not self.elastic:
             self._row_seconds_at_peak = compute_row_seconds_at_peak(run, first, devices, output.note)
         if run.strategy.across.share_limits == "auto" and self.island_step is not None:
-            loader = fit_to_memory(
-                coordination, self.shares, loader, self.island_step, self.wanted, self._batch, output.note
-            )
+            loader = fit_to_memory(self, loader, self._batch, output.note)
         if self.elastic is not None:
             loader = PositionLoader(**{each.name: getattr(loader, each.name) for each in fields(Loader)})
         self.feed = Feed(loader, self._make_later_loaders(source))
@@ -240,9 +238,7 @@ class PreparedRun:
         self.barriers = make_barrier_schedule(run)
         wave_log = WaveLog(self.folder, self.coordination.island, note)
         stack.callback(wave_log.close)
-        self.island_step = make_multi_island_step(
-            run, setup, self.coordination, loader, self._batch, self.shares, self.barriers, wave_log
-        )
+        self.island_step = make_multi_island_step(self, loader, self._batch, wave_log)
         self.wanted = restorable_state(setup.placement)
         if self.elastic is not None:
             self.step: Step = self.elastic.step
@@ -258,9 +254,8 @@ class PreparedRun:
             self.step, self.wanted = self.island_step, self.island_step.wanted(self.wanted, self._batch)
         # the check compiles the program of a pipeline, where XLA may end the process already
         with self.mark.running("the training step"):
-            check_programs(run, setup, self.coordination, self.step, self.wanted, self._batch)
-        num_programs = run.strategy.across.num_gradient_programs
-        if text := bridge_text(self.coordination, self.island_step, num_programs):
+            check_programs(self, self._batch)
+        if text := bridge_text(self):
             note(text)
 
     def _make_later_loaders(self, source: Any) -> dict[int, Loader]:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardtrain.checkpoints.differences import compare_descriptions, matches
 from shardtrain.checkpoints.discover import DiscoveredCheckpoint
@@ -38,6 +38,9 @@ from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckp
 from shardtrain.trainer.setup import FIRST_POSITION
 from shardtrain.trainer.sources import has_other_heldout, is_other_data
 from shardtrain.trainer.usage import read_wall_seconds
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 MOST_INDEX = 1 << 62
 
@@ -70,29 +73,22 @@ class StartPoint:
 
 
 def find_start_point(
-    run: Run,
-    checkpoints: RunCheckpoints,
-    init: Callable[[], State],
-    wanted: State,
-    description: dict[str, Any],
-    newest: int | None = None,
+    prepared: "PreparedRun", checkpoints: RunCheckpoints, newest: int | None = None
 ) -> StartPoint:
     """Restore the newest checkpoint of the run, or another run's parameters, or initialise the state.
 
     All islands start from the same step.
 
     Args:
-      run: the run.
+      prepared: the run.
       checkpoints: the checkpoints of the run.
-      init: makes the state before the first step.
-      wanted: its shapes, dtypes and shardings.
-      description: the description of the run, see `config.describe`.
       newest: roll back to this step or an earlier one; None uses the newest.
 
     Raises:
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
+    run, wanted, description = prepared.run, prepared.wanted, prepared.description
     found = _discover(checkpoints, newest)
     # refuse a state that cannot be saved before the first step
     describe_restorable(select_saved_state(wanted))
@@ -109,7 +105,7 @@ def find_start_point(
         read = State((), (), wanted.params, wanted.model_state, ())
     # read it, initialise the rest, and synchronise all islands
     arrays = {} if reader is None else read_arrays(run, checkpoints, reader, read, found.extra)
-    state = assemble(wanted, arrays, init)
+    state = assemble(wanted, arrays, prepared.init)
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         # the tokens that end a text come from the model that it starts from

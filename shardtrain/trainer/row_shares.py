@@ -6,7 +6,7 @@ Next: `feed.py`, which reads them.
 import math
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -26,10 +26,11 @@ from shardtrain.plan.devices import find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 ROWS, MOST_ROWS = "rows", 1 << 31
 """Key in a checkpoint, and the largest number there."""
@@ -302,38 +303,29 @@ def device_memory_bytes(coordination: Coordination) -> int | None:
     return max(of_process - used, 0) // jax.local_device_count()
 
 
-def fit_to_memory(
-    coordination: Coordination,
-    shares: RowShares,
-    loader: Loader,
-    step: IslandStep,
-    wanted: State,
-    batch: Any,
-    note: Callable[[str], None],
-) -> Loader:
+def fit_to_memory(prepared: "PreparedRun", loader: Loader, batch: Any, note: Callable[[str], None]) -> Loader:
     """Limit the rows of islands to what fits their memory, and return the loader of the remaining rows.
 
     All ranks call it.
 
     Args:
-      coordination: the exchange with the other islands.
-      shares: the rows of each island, which are limited.
+      prepared: the run of several islands, whose rows are limited.
       loader: the loader of this island's rows.
-      step: the step of this island.
-      wanted: the shapes of its state.
       batch: the first batch of this island.
       note: receives a line if an island has a limit.
 
     Raises:
       ValueError: lists every island that cannot hold the fewest rows; or see `RowShares.limit`.
     """
+    shares, coordination, step = prepared.shares, prepared.coordination, prepared.island_step
+    assert step is not None
 
     def program_bytes(rows: int) -> int:
         def of_rows(x: jax.Array) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0], rows // x.shape[0], *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        lowered = step.compute.lowered(wanted, jax.tree.map(of_rows, batch))
+        lowered = step.compute.lowered(prepared.wanted, jax.tree.map(of_rows, batch))
         memory: Any = lowered[0].compile().memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes

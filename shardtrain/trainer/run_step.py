@@ -4,7 +4,7 @@ It also formats the cut of a pipeline. Next: `train_step/island_step.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,34 +33,34 @@ from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import StageLinks
 from shardtrain.train_step.stage_programs import StageUpdate
-from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.every_step import make_sync
-from shardtrain.train_step.sync.waves import BarrierSchedule
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.program_cache import find_program_folder
-from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup, make_microbatch
 from shardtrain.trainer.waves import WaveLog, make_waves
 
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
-def check_programs(
-    run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
-) -> None:
-    """Check the programs of a step; it uses the same ones when it is called.
+
+def check_programs(prepared: "PreparedRun", batch: Any) -> None:
+    """Check the programs of the step of a run; it uses the same ones when it is called.
 
     Raises:
       ValueError: islands of the same mesh and rows have different programs; or a loss, a metric or a model
         cuts positions out of a sharded sequence in a pipeline.
     """
+    run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
     sizes = setup.mesh.shape
     over_tensor = run.strategy.layout.sequence_sharded and sizes[TENSOR] > 1
     # a pipeline over sharded sequences
     in_stages = sizes[PIPELINE] > 1 and (sizes[CONTEXT] > 1 or over_tensor)
     if not (in_stages or coordination.islands):
         return
-    of_islands = isinstance(step, IslandStep)
-    programs = step.compute.lowered(wanted, batch) if of_islands else [step.lower(wanted, batch)]
+    step: Any = prepared.step
+    of_islands, given = isinstance(step, IslandStep), (prepared.wanted, batch)
+    programs = step.compute.lowered(*given) if of_islands else [step.lower(*given)]
     if not programs:
         return
     if in_stages:
@@ -122,14 +122,10 @@ def _cuts_text(setup: RunSetup, stages: Partition) -> str:
     return "; ".join(",".join(map(str, cut.counts)) for cut in (cuts if len(cuts) == 1 else setup.cuts))
 
 
-def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: int) -> str | None:
-    """Format the number and sizes of the buckets that islands send; None if nothing is sent.
-
-    Args:
-      coordination: the exchange with the other islands.
-      step: the step of this island.
-      num_parts: number of programs in which gradients are to be computed, at most.
-    """
+def bridge_text(prepared: "PreparedRun") -> str | None:
+    """Format the number and sizes of the buckets that islands send; None if nothing is sent."""
+    coordination, step = prepared.coordination, prepared.island_step
+    num_parts = prepared.run.strategy.across.num_gradient_programs
     grid, transfer = coordination.grid, coordination.transfer
     if transfer is None or (grid is not None and grid.num_replicas == 1):
         return None
@@ -144,30 +140,20 @@ def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: 
 
 
 def make_multi_island_step(
-    run: Run,
-    setup: RunSetup,
-    coordination: Coordination,
-    loader: Loader,
-    batch: Batch,
-    shares: RowShares,
-    barriers: BarrierSchedule,
-    wave_log: WaveLog,
+    prepared: "PreparedRun", loader: Loader, batch: Batch, wave_log: WaveLog
 ) -> IslandStep | None:
     """Make the step of several islands, replicas or stages; None for a run of one island.
 
     Args:
-      run: the run.
-      setup: the setup of this island.
-      coordination: the exchange with the other islands.
+      prepared: the run, whose step this makes.
       loader: the loader of this island's rows.
       batch: the first batch of this island, on its mesh.
-      shares: the rows of each island.
-      barriers: the steps after which islands synchronise.
       wave_log: records the events of waves.
 
     Raises:
       ValueError: the run has waves, and islands have several processes.
     """
+    run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
     if coordination.transfer is None:
         return None
     synchronisation, across = run.strategy.synchronisation, run.strategy.across
@@ -180,7 +166,7 @@ def make_multi_island_step(
         start_row = loader.shard().start
         compute = IslandCompute(training, setup.placement, channel, synchronisation, start_row, batch)
     if synchronisation.distance is not None:
-        return make_waves(run, coordination, shares, barriers, wave_log, compute)
+        return make_waves(prepared, wave_log, compute)
     return make_sync(compute, synchronisation, run.steps)
 
 

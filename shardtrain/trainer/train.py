@@ -121,11 +121,7 @@ def train(
         if prepared.coordination.is_first:
             stack.enter_context(lock_folder(folder, shared=is_elastic))
         record_environment(folder, prepared.coordination, output)
-        checkpoints = stack.enter_context(
-            RunCheckpoints(
-                prepared.run, folder, prepared.coordination, prepared.setup, prepared.island_step, output.note
-            )
-        )
+        checkpoints = stack.enter_context(RunCheckpoints(prepared, output.note))
         stop = stop or stack.enter_context(StopSignals())
         session = Session(prepared, checkpoints, output, activity, totals, profile, stack)
         with calling_end(session.hooks, stop):
@@ -186,15 +182,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     while True:
         # all ranks restore the same checkpoint; after a rollback an older one
         with session.activity.at("restoring", waits=True, long=True):
-            find = partial(
-                find_start_point,
-                run,
-                session.checkpoints,
-                prepared.init,
-                prepared.wanted,
-                prepared.description,
-                newest,
-            )
+            find = partial(find_start_point, prepared, session.checkpoints, newest)
             if prepared.elastic is None:
                 start = find()
                 if prepared.coordination.is_first:

@@ -6,7 +6,7 @@ Next: `train_step/sync/waves.py`.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
@@ -20,10 +20,12 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
 from shardtrain.train_step.sync.waves import BarrierSchedule, Waves, WaveWorker
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.coordination import LONG_SECONDS
 from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.resume import MOST_INDEX, StartPoint
-from shardtrain.trainer.row_shares import RowShares
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 WAVES = "waves"
 """Folder inside a run's folder; each island writes a file there."""
@@ -207,23 +209,18 @@ def make_barrier_schedule(run: Run) -> BarrierSchedule:
     return BarrierSchedule(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
-def make_waves(
-    run: Run,
-    coordination: Coordination,
-    shares: RowShares,
-    barriers: BarrierSchedule,
-    wave_log: WaveLog,
-    compute: IslandCompute | StageCompute,
-) -> Waves:
-    """Make the merge at the end of each wave; all ranks call it.
+def make_waves(prepared: "PreparedRun", wave_log: WaveLog, compute: IslandCompute | StageCompute) -> Waves:
+    """Make the step of an island whose changes are merged at the end of each wave; all ranks call it.
 
     Args:
-      run, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
+      prepared: the run.
+      wave_log: records the events.
       compute: what this island computes.
 
     Raises:
       ValueError: an island has several processes; or the run to replay does not exist.
     """
+    run, coordination, barriers = prepared.run, prepared.coordination, prepared.barriers
     islands = coordination.islands
     assert islands is not None
     placement, control = islands.placement, islands.control
@@ -247,7 +244,7 @@ def make_waves(
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
     sums = compute.sums if isinstance(compute, StageCompute) else None
-    worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, sums)
+    worker = WaveWorker(server, barriers, prepared.shares.own_share, coordination.timer.end, sums)
     in_flight = run.strategy.pipeline.in_flight
     if isinstance(compute, StageCompute) and in_flight > 1:
         return UnflushedWaves(compute, in_flight, synchronisation, worker, run.steps)
