@@ -40,7 +40,7 @@ from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.report.checkpoints import list_text, show_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout_file import read_layout
-from shardtrain.trainer.program_mark import MARK, take_mark
+from shardtrain.trainer.run_folder import MARK, take_mark
 
 NUMBER = 90
 """Of files per format, without `--full`."""

@@ -139,11 +139,9 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
             raise ValueError(f"the data of {options.run_file} has no held-out part; give --data PATH")
     vocab = getattr(run.model, "vocab", None)
     problems = [
-        problem
-        for name, source in sets.items()
-        for problem in token_problems({heldout_text(name): source}, vocab, data[name])
+        token_problems({heldout_text(name): source}, vocab, data[name]) for name, source in sets.items()
     ]
-    refuse("the model cannot read this data", problems)
+    refuse("the model cannot read this data", sum(problems, []))
     return sets
 
 
@@ -220,7 +218,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _print_values(options: EvaluateOptions) -> None:
     # mistakes are refused before parameters are read
-    questions = {name: read_questions(Path(path)) for name, (path,) in _name_files(options.choices).items()}
+    questions: dict[str, list[Question]] = {}
+    for word in options.choices:
+        # a file without a name is named by its stem
+        ((name, (path,)),) = parse_names([word], Path(word).stem).items()
+        if name in questions:
+            raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
+        questions[name] = read_questions(Path(path))
     saved = open_run(options)
     if saved.is_encoder_decoder and (options.data or options.choices or options.run_file is None):
         raise ValueError(
@@ -277,21 +281,6 @@ def _make_requests(
 
 def _format_value(name: str, value: float) -> str:
     return f"{name.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
-
-
-def _name_files(given: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> a list of one file; a file without a name is named by its stem.
-
-    Raises:
-      ValueError: a name is given twice.
-    """
-    found: dict[str, list[str]] = {}
-    for word in given:
-        for name, paths in parse_names([word], Path(word).stem).items():
-            if name in found:
-                raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
-            found[name] = paths
-    return found
 
 
 def _evaluate(

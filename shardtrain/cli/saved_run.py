@@ -192,28 +192,24 @@ def find_seq(saved: SavedRun) -> int:
 
 
 def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
-    """Return the layout for this machine: the rules of the run on the given mesh, or on its own."""
-    if mesh is not None and is_layout_file(mesh):
-        return _check_layout(read_layout(Path(mesh)))
-    parameters, activations = (
-        {name: tuple(over) for name, over in select_options(options, f"{LAYOUT}{kind}.").items()}
-        for kind in ("parameters", "activations")
-    )
-    layout = Layout(
-        mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
-        parameters=parameters,
-        activations=activations,
-        unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
-    )
-    return _check_layout(layout)
-
-
-def _check_layout(layout: Layout) -> Layout:
-    """Refuse a layout that shards layers over stages, or sequences; return it for whole sequences.
+    """Return the layout for this machine: the rules of the run on the given mesh, or on its own.
 
     Raises:
-      ValueError: its mesh does.
+      ValueError: its mesh shards layers over stages, or sequences.
     """
+    if mesh is not None and is_layout_file(mesh):
+        layout = read_layout(Path(mesh))
+    else:
+        parameters, activations = (
+            {name: tuple(over) for name, over in select_options(options, f"{LAYOUT}{kind}.").items()}
+            for kind in ("parameters", "activations")
+        )
+        layout = Layout(
+            mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
+            parameters=parameters,
+            activations=activations,
+            unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
+        )
     split = [axis for axis in (axes.PIPELINE, axes.CONTEXT) if layout.mesh.get(axis, 1) != 1]
     if split:
         raise ValueError(

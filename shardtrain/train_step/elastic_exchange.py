@@ -24,7 +24,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import apply_combined
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
-from shardtrain.train_step.island_totals import find_sum_shapes, select_loss_metrics
+from shardtrain.train_step.island_totals import select_loss_metrics
 from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
 from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
@@ -167,8 +167,7 @@ class LocalStepsExchange:
     ) -> None:
         self._learning_rate, self._synchronisation = training.learning_rate, synchronisation
         self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
-        self._gradients = make_gradients(training.model, training.loss, placement)
-        self._step = make_step_alone(training, placement, synchronisation, self._gradients)
+        self._step, self._find_sums = make_step_alone(training, placement, synchronisation)
         self._zeros: Any = None
 
         def begin(state: State, sums: Any) -> State:
@@ -197,10 +196,7 @@ class LocalStepsExchange:
         return call(self._finish, own, slot)
 
     def _make_zeros(self, state: State, batch: Batch) -> Any:
-        if self._zeros is None:
-            key = step_key(jnp.uint32(0), jnp.int32(0))
-            found = jax.eval_shape(self._gradients, state.params, state.model_state, key, batch)
-            self._zeros = find_sum_shapes(found.metrics)
+        self._zeros = self._zeros or self._find_sums(state, batch)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._zeros)
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:

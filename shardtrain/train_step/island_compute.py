@@ -57,19 +57,18 @@ class Training(NamedTuple):
 
 
 def make_step_alone(
-    training: Training,
-    placement: Placement,
-    synchronisation: Synchronisation,
-    gradients: Callable[..., Sums],
-) -> Callable[[State, Batch, Any], tuple[State, Metrics]]:
+    training: Training, placement: Placement, synchronisation: Synchronisation
+) -> tuple[Callable[[State, Batch, Any], tuple[State, Metrics]], Callable[[State, Batch], Any]]:
     """Make the compiled step of an island's own optimizer: (state, batch, first row) -> (state, metrics).
+
+    Also return (state, batch) -> the shapes of the sums over own steps.
 
     Args:
       training: model, loss and optimizer.
       placement: the placement of model and optimizer on this island.
       synchronisation: how islands are synchronised, on deltas.
-      gradients: see `make_gradients`.
     """
+    gradients = make_gradients(training.model, training.loss, placement)
     update = make_own_update(training.optimizer, placement, training.learning_rate)
 
     def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
@@ -81,12 +80,18 @@ def make_step_alone(
         shardings = find_own_shardings(synchronisation, placement, placement.state, new.local.sums)
         return jax.lax.with_sharding_constraint(new, shardings._replace(combine_state=())), metrics
 
-    return jax.jit(
+    def find_sums(state: State, batch: Batch) -> Any:
+        key = step_key(jnp.uint32(0), jnp.int32(0))
+        found = jax.eval_shape(gradients, state.params, state.model_state, key, batch)
+        return find_sum_shapes(found.metrics)
+
+    compiled = jax.jit(
         step,
         in_shardings=(None, placement.batch, NamedSharding(placement.mesh, PartitionSpec())),
         donate_argnums=0,
         compiler_options=placement.compiler_options,
     )
+    return compiled, find_sums
 
 
 class IslandCompute:
@@ -116,10 +121,9 @@ class IslandCompute:
     ) -> None:
         self.placement, self.channel, self.first_row = placement, channel, np.uint32(start_row)
         self._whole = NamedSharding(placement.mesh, PartitionSpec())
-        self._gradients: Callable[..., Sums] | None = None
+        self._find_sums: Callable[[State, Batch], Any] | None = None
         if synchronisation.on_deltas:
-            self._gradients = make_gradients(training.model, training.loss, placement)
-            self._step_alone = make_step_alone(training, placement, synchronisation, self._gradients)
+            self._step_alone, self._find_sums = make_step_alone(training, placement, synchronisation)
         self._exchange: IslandGradients | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             by = Synchronisation() if synchronisation.on_deltas else synchronisation
@@ -138,11 +142,7 @@ class IslandCompute:
 
     def find_sum_shapes(self, state: State, batch: Batch) -> Any:
         """Return the shapes of the sums over own steps; () if there are none."""
-        if self._gradients is None:
-            return ()
-        key = step_key(jnp.uint32(0), jnp.int32(0))
-        found = jax.eval_shape(self._gradients, state.params, state.model_state, key, batch)
-        return find_sum_shapes(found.metrics)
+        return () if self._find_sums is None else self._find_sums(state, batch)
 
     def step_alone(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run a step of this island's own optimizer."""
@@ -219,7 +219,7 @@ class IslandCompute:
 
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the programs of a step: that of its own, or of the gradients and the update."""
-        if self._gradients is not None:
+        if self._find_sums is not None:
             return [self._step_alone.lower(state._replace(combine_state=()), batch, self.first_row)]
         gradients = self.exchange.lowered(state, batch, self.first_row)
         found, own = jax.tree.map(

@@ -10,12 +10,9 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
@@ -29,7 +26,6 @@ from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
 from shardtrain.elastic.run_files import EPOCHS, RunFiles
-from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
@@ -38,7 +34,6 @@ from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json
-from shardtrain.train_step.elastic_exchange import find_exchange_problems
 from shardtrain.train_step.elastic_program import ElasticProgram
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.state import State
@@ -63,53 +58,6 @@ ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 
 class IslandEnded(Exception):
     """This island is no member any more, or never was; the same command joins the run again."""
-
-
-def prepare_elastic(run: Run, has_mpi: bool) -> Run:
-    """Return a run as islands that come and go train it: slots are its microbatches.
-
-    Args:
-      run: the run.
-      has_mpi: whether several processes were launched together.
-
-    Raises:
-      ValueError: lists every option that it cannot have.
-    """
-    strategy = run.strategy
-    wrong = {
-        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
-        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
-        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
-        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
-        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
-        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
-        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
-        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
-        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
-        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
-        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
-    }
-    problems = [name for name, is_given in wrong.items() if is_given]
-    problems += find_exchange_problems(strategy.synchronisation)
-    if run.steps % (every := strategy.synchronisation.every):
-        problems.append(
-            f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
-            f" use {run.steps // every * every or every}"
-        )
-    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
-    if has_mpi or jax.process_count() > 1:
-        raise ValueError(
-            "--elastic is given, and several processes were started together; start each island alone:"
-            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
-        )
-    if find_spec("cryptography") is None:
-        raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
-    # a slot is a replica, unless gradients are only added up
-    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
-    slots = run.elastic.slots or replicas
-    elastic = replace(run.elastic, slots=slots)
-    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
-    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
 
 
 class ElasticRun:

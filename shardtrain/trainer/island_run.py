@@ -1,5 +1,7 @@
 """Derive the run of one island: apply its section of the strategy, and scale it to the number of replicas.
 
+Islands that come and go train it with slots instead of microbatches.
+
 Next: `prepared_run.py`, which sets it up.
 """
 
@@ -7,17 +9,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
+from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.islands.sections import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.train_step.elastic_exchange import find_exchange_problems
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    pass
 
 
 def make_island_run(run: Run, coordination: Coordination, output: RunConsole) -> Run:
@@ -148,3 +156,50 @@ def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return scaled
+
+
+def prepare_elastic(run: Run, has_mpi: bool) -> Run:
+    """Return a run as islands that come and go train it: slots are its microbatches.
+
+    Args:
+      run: the run.
+      has_mpi: whether several processes were launched together.
+
+    Raises:
+      ValueError: lists every option that it cannot have.
+    """
+    strategy = run.strategy
+    wrong = {
+        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
+        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
+        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
+        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
+        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
+        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
+        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
+        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
+        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
+        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
+        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
+    }
+    problems = [name for name, is_given in wrong.items() if is_given]
+    problems += find_exchange_problems(strategy.synchronisation)
+    if run.steps % (every := strategy.synchronisation.every):
+        problems.append(
+            f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
+            f" use {run.steps // every * every or every}"
+        )
+    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
+    if has_mpi or jax.process_count() > 1:
+        raise ValueError(
+            "--elastic is given, and several processes were started together; start each island alone:"
+            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
+        )
+    if find_spec("cryptography") is None:
+        raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
+    # a slot is a replica, unless gradients are only added up
+    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
+    slots = run.elastic.slots or replicas
+    elastic = replace(run.elastic, slots=slots)
+    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
+    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))

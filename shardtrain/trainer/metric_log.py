@@ -119,7 +119,11 @@ class MetricLog:
         elif updated:
             self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
-            self._count_update(float(values["grad_norm"]))
+            # whether its gradient was clipped, as `optax.clip_by_global_norm` decides
+            clipped = None if self._clip is None else float(values["grad_norm"]) >= self._clip
+            if clipped is not None:
+                self._clipped += Mean(sum=clipped, count=1)
+            self._session.totals.updated(clipped)
         if of_many or not skipped:
             self._merge(loss, values)
         if step % self._run.log_every and not (always or keep):
@@ -142,13 +146,6 @@ class MetricLog:
         square, trace = (pairs.get(f"gradient_{name}", Mean()).value for name in ("square", "trace"))
         if square is not None and trace is not None:
             self._noise = self._noise.smooth(GradientNoise(square, trace))
-
-    def _count_update(self, grad_norm: float) -> None:
-        """Count an update, and whether its gradient was clipped, as `optax.clip_by_global_norm` decides."""
-        clipped = None if self._clip is None else grad_norm >= self._clip
-        if clipped is not None:
-            self._clipped += Mean(sum=clipped, count=1)
-        self._session.totals.updated(clipped)
 
     def _line(self, values: Metrics, skipped: bool) -> dict[str, float]:
         """Return the line of metrics since the last one, and start the next."""

@@ -36,15 +36,15 @@ from shardtrain.train_step.step import Step, list_combined_labels, make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
-from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader, prepare_elastic
+from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader
 from shardtrain.trainer.feed import Feed, growth_by_step
 from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
-from shardtrain.trainer.island_run import make_island_run
+from shardtrain.trainer.island_run import make_island_run, prepare_elastic
 from shardtrain.trainer.layout_check import check_layout, check_sequences
 from shardtrain.trainer.loss_trace import check_trace
-from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.restore_state import VALUES, compute_initial_values
 from shardtrain.trainer.row_shares import RowShares, fit_to_memory
+from shardtrain.trainer.run_folder import make_mark
 from shardtrain.trainer.run_step import bridge_text, check_programs, make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import (
     FIRST_POSITION,
@@ -122,7 +122,14 @@ class PreparedRun:
             assert isinstance(batches, Batches)
             self.elastic = ElasticRun(run, folder, setup, batches, output)
             stack.callback(self.elastic.close)
-        self.coordination = coordination = _make_coordination(run, setup, islands, self.elastic)
+        if self.elastic is not None:
+            coordination = Coordination(is_chief=self.elastic.is_chief)
+        elif islands is not None and islands.placement.num_islands > 1:
+            transfer, owners = make_transfers(run, setup, islands)
+            # the stages of a pipeline take different times by nature, so they are not compared
+            stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
+            coordination = Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
+        self.coordination = coordination
         stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
         self.shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
         loader = self.shares.loader(batches)
@@ -294,20 +301,6 @@ def _make_setup(run: Run, source: Any, coordination: Coordination, output: RunCo
             " (GroupNorm, LayerNorm), or experts with over=sequence and without bias"
         )
     return setup
-
-
-def _make_coordination(
-    run: Run, setup: RunSetup, islands: Islands | None, elastic: ElasticRun | None
-) -> Coordination:
-    """Connect this island to the others."""
-    if elastic is not None:
-        return Coordination(is_chief=elastic.is_chief)
-    if islands is None or islands.placement.num_islands == 1:
-        return Coordination(islands)
-    transfer, owners = make_transfers(run, setup, islands)
-    # the stages of a pipeline take different times by nature, so they are not compared
-    stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
-    return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
 
 
 def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:

@@ -61,11 +61,15 @@ class RunCheckpoints:
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
         self.island = (coordination.island, coordination.num_islands)
-        self._part = self._find_part()
+        grid, self._part = setup.grid, None
+        # the part of a step that this island saves; None if it saves nothing
+        if self.has_own:
+            self._part = WriterPart(*self.island)
+        elif coordination.writes:
+            self._part = WHOLE if grid is None else WriterPart(grid.stage, grid.num_stages)
         self.checkpoints = Checkpoints(
             prepared.folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
-        grid = setup.grid
         self.origins = make_find_origins(
             setup.placement,
             setup.stage_model,
@@ -100,15 +104,6 @@ class RunCheckpoints:
 
     def __exit__(self, *exception: Any) -> None:
         self.checkpoints.__exit__(*exception)
-
-    def _find_part(self) -> WriterPart | None:
-        """Return which part of a step this island saves; None if it saves nothing."""
-        grid = self.coordination.grid
-        if self.has_own:
-            return WriterPart(*self.island)
-        if self.coordination.writes:
-            return WHOLE if grid is None else WriterPart(grid.stage, grid.num_stages)
-        return None
 
     def latest(self) -> int | None:
         """Return the step that was saved last."""

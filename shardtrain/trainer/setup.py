@@ -123,7 +123,12 @@ def make_setup(
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     is_alone = num_islands == 1 and not run.elastic.islands
     synchronisation = run.strategy.synchronisation if is_alone else Synchronisation()
-    stages = _make_mesh_partition(run, model, mesh, microbatch)
+    stages: Partition | None = None
+    if (num_stages := mesh.shape[PIPELINE]) > 1:
+        refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
+        assert microbatch is not None
+        stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
+        check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
     _check_arguments(optimizer, model, line_search=is_alone and synchronisation.is_mean)
@@ -146,21 +151,6 @@ def make_setup(
     if run.strategy.layout.operators and microbatch is not None:
         trace_operators(model, run.loss, microbatch, placement.layout, mesh).check()
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
-
-
-def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch | None) -> Partition | None:
-    """Return the partition of the blocks that a pipeline inside the mesh needs; None without one.
-
-    Raises:
-      ValueError: an option or the optimizer does not fit it.
-    """
-    if (num_stages := mesh.shape[PIPELINE]) == 1:
-        return None
-    refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
-    assert microbatch is not None
-    stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
-    check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
-    return stages
 
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:

@@ -208,9 +208,10 @@ def find_stage_devices(
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
         if given is not None and len(given) != num_stages
     ]
-    known = {island.kind: find_device(island.kind) for replica in replicas for island in replica}
-    measures = pipeline.stage_speeds == "measured"
     every = [island for replica in replicas for island in replica]
+    known = {island.kind: find_device(island.kind) for island in every}
+    measures = pipeline.stage_speeds == "measured"
+    takes_memory = set(pipeline.stage_memory.split(";")) == {"auto"}
     # the peak rates in the dtype that all have: bfloat16, else float32
     matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
     float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
@@ -239,22 +240,17 @@ def find_stage_devices(
 
     def room(island: StageIslandDevices) -> float:
         device = known[island.kind]
-        return (
-            math.inf
-            if device is None or set(pipeline.stage_memory.split(";")) != {"auto"}
-            else device.memory_bytes
-        )
+        return device.memory_bytes if device is not None and takes_memory else math.inf
 
-    found = []
-    for stage, islands in enumerate(zip(*replicas, strict=True)):
-        found.append(
-            StageDevices(
-                flops_per_second=speeds[stage] * TERA if speeds else min(map(speed, islands)),
-                memory_bytes=memory[stage] * GB if memory else min(map(room, islands)),
-                state_shards=min(island.state_shards for island in islands),
-                row_shards=min(island.row_shards for island in islands),
-            )
+    found = [
+        StageDevices(
+            flops_per_second=speeds[stage] * TERA if speeds else min(map(speed, islands)),
+            memory_bytes=memory[stage] * GB if memory else min(map(room, islands)),
+            state_shards=min(island.state_shards for island in islands),
+            row_shards=min(island.row_shards for island in islands),
         )
+        for stage, islands in enumerate(zip(*replicas, strict=True))
+    ]
     return found, counted
 
 

@@ -31,7 +31,6 @@ from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
-from shardtrain.trainer.program_mark import remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
@@ -40,6 +39,8 @@ from shardtrain.trainer.run_folder import (
     draw_curve,
     lock_folder,
     record_environment,
+    remove_mark,
+    take_mark,
     write_run_files,
 )
 from shardtrain.trainer.session import ProfiledSteps, Session
