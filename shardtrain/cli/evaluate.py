@@ -138,10 +138,10 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
         if not sets:
             raise ValueError(f"the data of {options.run_file} has no held-out part; give --data PATH")
     vocab = getattr(run.model, "vocab", None)
-    problems = [
-        token_problems({heldout_text(name): source}, vocab, data[name]) for name, source in sets.items()
-    ]
-    refuse("the model cannot read this data", sum(problems, []))
+    problems: list[str] = []
+    for name, source in sets.items():
+        problems += token_problems({heldout_text(name): source}, vocab, data[name])
+    refuse("the model cannot read this data", problems)
     return sets
 
 

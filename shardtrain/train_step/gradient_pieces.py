@@ -235,11 +235,18 @@ class GradientParts:
         if shapes not in self._cuts:
             self._cuts[shapes] = self._cut(state, batch, first_row)
         cut = self._cuts[shapes]
-        outputs = _start(cut, inputs)
+        # on CPUs the programs that one thread starts run in order; another thread starts those of buckets
+        values: dict[Any, Any] = {}
+        outputs: dict[int, Any] = {}
+        for part, run in cut.parts:
+            returned, kept = run([inputs[n] for n in part.reads], [values[v] for v in part.received])
+            outputs.update(zip(part.returns, returned, strict=True))
+            values.update(zip(part.sent, kept, strict=True))
         others = jax.tree.map(outputs.__getitem__, cut.others)
-        for part, grads in enumerate(cut.grads):
+        for number_of_part, grads in enumerate(cut.grads):
             sent = {name: outputs[number] for name, number in grads.items()}
-            yield GradientPart(sent, others[0].count, others if part == len(cut.grads) - 1 else None)
+            is_last = number_of_part == len(cut.grads) - 1
+            yield GradientPart(sent, others[0].count, others if is_last else None)
 
     def _cut(self, state: Any, batch: Batch, first_row: jax.Array) -> _Cut:
         whole = self._program.trace(state, batch, first_row)
@@ -253,7 +260,8 @@ class GradientParts:
                 for pieces, pack in zip(self._plan, self._packs, strict=True)
             ]
             others = found._replace(grads={}), own
-            return sent, jax.tree.map(_join, others, is_leaf=lambda x: isinstance(x, Pieces))
+            is_pieces = lambda x: isinstance(x, Pieces)  # noqa: E731
+            return sent, jax.tree.map(lambda x: x.whole if is_pieces(x) else x, others, is_leaf=is_pieces)
 
         program, shapes = jax.make_jaxpr(run, return_shape=True)(*traced.in_avals)
         structure = jax.tree.structure(shapes)
@@ -272,20 +280,6 @@ class GradientParts:
         return _Cut([(part, _compile(part, shardings, options)) for part in parts], grads, others)
 
 
-def _start(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
-    """Start all parts, and return the outputs of the whole program by their numbers.
-
-    On CPUs the programs that one thread starts run in order; another thread starts the programs of buckets.
-    """
-    values: dict[Any, Any] = {}
-    outputs: dict[int, Any] = {}
-    for part, run in cut.parts:
-        returned, sent = run([inputs[n] for n in part.reads], [values[v] for v in part.received])
-        outputs.update(zip(part.returns, returned, strict=True))
-        values.update(zip(part.sent, sent, strict=True))
-    return outputs
-
-
 def _compile(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> Any:
     num_returned = len(part.returns)
 
@@ -296,7 +290,3 @@ def _compile(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> A
     # values between parts keep the shardings that the compiler gives them
     outputs = [shardings[n] for n in part.returns]
     return jax.jit(part_of_gradients, out_shardings=(outputs, None), compiler_options=options)
-
-
-def _join(x: Any) -> Any:
-    return x.whole if isinstance(x, Pieces) else x
