@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -89,22 +89,6 @@ class GenerateOptions(SavedOptions):
         refuse("this cannot be generated", wrong)
 
 
-class Continuation(NamedTuple):
-    """A prompt and its continuation.
-
-    Args:
-      prompt: the text to continue, or a source.
-      text: the added text, or the target of the source, without a token that ends it.
-      num_tokens: number of added tokens.
-      ended: whether the last of them ends a text.
-    """
-
-    prompt: str
-    text: str
-    num_tokens: int
-    ended: bool
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print the continuations of prompts; return 0."""
     flags_text = set_xla_flags(arguments)
@@ -126,10 +110,10 @@ def _print_continuations(options: GenerateOptions) -> None:
     prompts = read_prompts(options)
     for number, found in enumerate(_continue(saved, tokenizer, prompts, sampling, options)):
         if options.json:
-            terminal.out(json.dumps(found._asdict()) + "\n")
+            terminal.out(json.dumps(found) + "\n")
         else:
-            before = "" if find_begin(saved, options) is not None else found.prompt
-            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found.text}\n")
+            before = "" if find_begin(saved, options) is not None else found["prompt"]
+            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found['text']}\n")
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
@@ -209,8 +193,12 @@ def encode_prompts(
 
 def _continue(
     saved: SavedRun, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Any, options: GenerateOptions
-) -> Iterator[Continuation]:
-    """Yield the continuation of each prompt."""
+) -> Iterator[dict[str, Any]]:
+    """Yield each prompt (or source) with its continuation (or target).
+
+    "text" has no token that ends it; "num_tokens" counts the added tokens; "ended" says whether the last of
+    them ends a text.
+    """
     tokens = encode_prompts(prompts, tokenizer, saved, options)
     restored = saved.restore(evaluated=options.evaluated)
     begin = find_begin(saved, options)
@@ -233,13 +221,12 @@ def _continue(
     for prompt, before, added in zip(prompts, tokens, found, strict=True):
         ended = bool(len(added)) and int(added[-1]) in ends
         shown = (added[:-1] if ended else added).tolist()
-        if begin is not None:
-            yield Continuation(prompt, tokenizer.decode(shown), len(added), ended)
-            continue
-        # decoded together, as some tokenizers write a first token in another way
-        whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
-        text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
-        yield Continuation(prompt, text, len(added), ended)
+        text = tokenizer.decode(shown)
+        if begin is None:
+            # decoded together, as some tokenizers write a first token in another way
+            whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
+            text = whole[len(start) :] if whole.startswith(start) else text
+        yield {"prompt": prompt, "text": text, "num_tokens": len(added), "ended": ended}
 
 
 def _find_ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:

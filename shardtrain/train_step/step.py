@@ -26,7 +26,7 @@ from shardtrain.pipeline.schedule import forward_only
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.each_replica import map_replicas
-from shardtrain.train_step.gradients import make_gradients, make_replica_means
+from shardtrain.train_step.gradients import ReplicaMeans, make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
@@ -71,8 +71,13 @@ def make_step(
       changes, and earlier changes of replicas are combined if they are due), metrics of the loss as
       (sum, count), and metrics of the combiner, (L,) by `list_combined_labels`.
     """
-    make = make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
-    compute = make(model, loss, optimizer, placement, start_row)
+    if placement.synchronisation.is_mean:
+        compute = _make_mean_update(model, loss, optimizer, placement, start_row)
+    else:
+        # any other combiner receives the mean gradient of each replica
+        replica_means = make_replica_means(model, loss, placement, start_row)
+        make = make_delta_update if placement.synchronisation.on_deltas else _make_combined_update
+        compute = make(replica_means, optimizer, placement)
     # earlier changes of replicas are combined also if this step is skipped
     merge = make_merge(placement, last_step) if placement.synchronisation.keeps_drift else None
 
@@ -99,33 +104,34 @@ def compile_step(step: Step, placement: Placement) -> Step:
     )
 
 
-def _make_gradient_update(
+def _make_mean_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Callable[[State, Batch], tuple[Update, Metrics]]:
+    """Make the computation of a step that sums the gradients of replicas, and needs none of them alone."""
+    gradients = make_gradients(model, loss, placement)
+
+    def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
+        key = step_key(state.seed, state.step)
+
+        def compute(params: Any) -> Sums:
+            scale = get_scale(state.loss_scale)
+            return gradients(params, state.model_state, key, batch, start_row, scale)
+
+        found = compute(state.params)
+        metrics = compute_gradient_metrics(found)
+
+        def update(state: State) -> State:
+            return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
+
+        return update, metrics
+
+    return summed
+
+
+def _make_combined_update(
+    replica_means: ReplicaMeans, optimizer: optax.GradientTransformation, placement: Placement
+) -> Callable[[State, Batch], tuple[Update, Metrics]]:
     """Make the computation of a step that combines gradients over replicas and updates once."""
-    # a mean sums the gradients of replicas: the gradient of each replica is not needed
-    if placement.synchronisation.is_mean:
-        gradients = make_gradients(model, loss, placement)
-
-        def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
-            key = step_key(state.seed, state.step)
-
-            def compute(params: Any) -> Sums:
-                scale = get_scale(state.loss_scale)
-                return gradients(params, state.model_state, key, batch, start_row, scale)
-
-            found = compute(state.params)
-            metrics = compute_gradient_metrics(found)
-
-            def update(state: State) -> State:
-                return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
-
-            return update, metrics
-
-        return summed
-
-    # any other combiner receives the mean gradient of each replica
-    replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     # all trained parameters are one fragment
     (fragment,) = split_fragments(placement.synchronisation, specs)
