@@ -36,7 +36,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step

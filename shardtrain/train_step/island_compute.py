@@ -21,11 +21,10 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import CombinedTree, join_metrics
+from shardtrain.train_step.island_combiner import Channel, CombinedTree, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
 from shardtrain.train_step.island_totals import average_model_state, find_sum_shapes
 from shardtrain.train_step.loss_scale import get_scale

@@ -20,7 +20,6 @@ from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradient_pieces import (
     GradientPart,
     GradientParts,
@@ -31,7 +30,7 @@ from shardtrain.train_step.gradient_pieces import (
     join_pieces,
     plan_pieces,
 )
-from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_combiner import Channel, IslandCombiner
 from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State

@@ -27,7 +27,7 @@ from shardtrain.pipeline.table import Table
 from shardtrain.sharding.array_dims import NamedArray, is_dims
 from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_totals import find_sum_shapes
 from shardtrain.train_step.placement import Placement, find_own_shardings
 from shardtrain.train_step.stage_executor import StageExecutor

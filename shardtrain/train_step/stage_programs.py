@@ -21,10 +21,9 @@ from shardtrain.functional.sums import Sums
 from shardtrain.jaxpr.deferred_outputs import Deferred
 from shardtrain.optim.clip import clip_gradients
 from shardtrain.pipeline.flow import Value
-from shardtrain.train_step.channel import AllGather
 from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
-from shardtrain.train_step.island_combiner import join_metrics
+from shardtrain.train_step.island_combiner import AllGather, join_metrics
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 from shardtrain.train_step.state import Metrics, State

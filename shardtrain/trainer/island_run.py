@@ -6,7 +6,6 @@ Next: `prepared_run.py`, which sets it up.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -97,42 +96,31 @@ class IslandDevices(NamedTuple):
     dtype: str | None = None
 
 
-def format_measured_shares(run: Run, islands: Sequence[IslandDevices]) -> str | None:
-    """Return why shares are measured although the run does not ask for it, or None if they are not.
+def _apply_measured_shares(run: Run, coordination: Coordination, output: RunConsole) -> Run:
+    """Return the run with `shares` and `share_limits` "auto" where that is the default; say so.
 
     Shares are measured by default if islands differ, the split of a batch changes nothing but rounding, and
     the rows that fit the memory of each island can be measured.
-
-    Args:
-      run: as an island trains it.
-      islands: the devices of each.
     """
-    strategy, differ = run.strategy, len({(each.kind, each.number) for each in islands}) > 1
+    strategy, across = run.strategy, run.strategy.across
+    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), strategy.compute_dtype)
+    every = coordination.all_gather_islands("devices of islands", own)
+    islands = [IslandDevices(*each) for each in every]
+    differ = len({(each.kind, each.number) for each in islands}) > 1
     splits_alike = strategy.synchronisation.is_mean and len({each.dtype for each in islands}) == 1
-    if not differ or strategy.across.shares is not None or strategy.across.axis != "data":
-        return None
+    if not differ or across.shares is not None or across.axis != "data":
+        return run
     if not splits_alike or run.batch_unit == "tokens" or run.batch_growth:
-        return None
+        return run
     each = "; ".join(f"{one.number} x {one.kind}" for one in islands)
-    return (
+    output.note(
         f"islands differ ({each}): their rows follow the measured speed (--shares auto), within what fits"
         " their memory; weights, such as"
         f" --shares {','.join(str(one.number) for one in islands)}, keep them as they are"
     )
-
-
-def _apply_measured_shares(run: Run, coordination: Coordination, output: RunConsole) -> Run:
-    """Return the run with `shares` and `share_limits` "auto" where that is the default; say so."""
-    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), run.strategy.compute_dtype)
-    every = coordination.all_gather_islands("devices of islands", own)
-    text = format_measured_shares(run, [IslandDevices(*each) for each in every])
-    if text is None:
-        return run
-    output.note(text)
-    across = run.strategy.across
     limits = "auto" if across.share_limits is None else across.share_limits
     across = replace(across, shares="auto", share_limits=limits)
-    return replace(run, strategy=replace(run.strategy, across=across))
+    return replace(run, strategy=replace(strategy, across=across))
 
 
 def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:

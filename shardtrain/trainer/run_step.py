@@ -27,7 +27,7 @@ from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables

@@ -34,9 +34,8 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.plan.island_exchange import island_merges
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_combiner import Channel, IslandCombiner
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement, restorable_state
 from shardtrain.train_step.state import split_fragments

@@ -23,7 +23,7 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.sync.every_step import make_sync
