@@ -16,6 +16,7 @@ import optax
 import tyro
 
 from shardtrain.cli.arguments import list_too_small
+from shardtrain.cli.checkpoint_path import select_options
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.saved_run import (
     SavedOptions,
@@ -172,7 +173,10 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
     files = corpus_files(paths)
     if not refuse_mixed(files):
         changes["tokenizer"] = choose_tokenizer(saved, options.tokenizer)
-        of_chat = _chat_options(saved.options)
+        # the options of the run's conversations, also inside a mixture
+        names = [name for name in saved.options if name.startswith("data.") and name.endswith(".template")]
+        own = select_options(saved.options, names[0].removesuffix("template")) if names else {}
+        of_chat = {name: own[name] for name in OF_CHAT if name in own}
         if of_chat and _is_chat(files[0], of_chat.get("messages", "messages")):
             return Chat(**changes, **of_chat)
     packing: Any = PACKINGS.get(str(saved.options.get("data.packing")), "joined")
@@ -187,13 +191,6 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
             f" (hash {digest}); tokenize its text with the run's tokenizer"
         )
     return corpus if made_by else replace(corpus, vocab_size=saved.run.model.vocab)
-
-
-def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's conversations, also inside a mixture; {} for other data."""
-    found = next((name for name in options if name.startswith("data.") and name.endswith(".template")), None)
-    prefix = "" if found is None else found.removesuffix("template")
-    return {name: options[prefix + name] for name in OF_CHAT if prefix and prefix + name in options}
 
 
 def _is_chat(file: SourceFile, field: str) -> bool:
@@ -255,7 +252,11 @@ def _print_values(options: EvaluateOptions) -> None:
         terminal.out(json.dumps(about) + "\n")
     else:
         for name, values in found.items():
-            terminal.out(f"{name}: {', '.join(_format_value(key, value) for key, value in values.items())}\n")
+            shown = [
+                f"{key.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
+                for key, value in values.items()
+            ]
+            terminal.out(f"{name}: {', '.join(shown)}\n")
 
 
 def _make_requests(
@@ -277,10 +278,6 @@ def _make_requests(
                 f" has {tokenizer.vocab:,} tokens: give the model's own: --tokenizer FILE"
             )
     return found
-
-
-def _format_value(name: str, value: float) -> str:
-    return f"{name.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
 
 
 def _evaluate(

@@ -145,7 +145,11 @@ def main(arguments: Sequence[str]) -> int:
         _show(_make_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     if run.batch_unit == "examples":
         RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
-    if text := _format_cut(run, model, options):
+    # the cut into stages that islands would make by time or by tracing
+    by_time = run.strategy.pipeline.stages == "time"
+    if run.strategy.across.axis == "pipeline" and (by_time or model.chain is None):
+        form = format_predicted_cut if by_time else format_inspected_cut
+        text = _use_data(run, lambda source: form(run, source, options.pipeline_stages))
         terminal.out(f"\n{text}\n")
     if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
         check_sequences(run, model, sizes, _use_data(run, partial(make_microbatch, run)))
@@ -207,17 +211,6 @@ def _use_data(run: Run, use: Callable[[Any], Any]) -> Any:
     """Prepare the training data of a run in a temporary folder, and call a function with it."""
     with TemporaryDirectory() as folder:
         return use(run.data.train(Path(folder)))
-
-
-def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
-    """Format the cut into stages that islands would make by time or by tracing; "" if they do neither."""
-    if run.strategy.across.axis != "pipeline":
-        return ""
-    if run.strategy.pipeline.stages == "time":
-        return _use_data(run, lambda source: format_predicted_cut(run, source, options.pipeline_stages))
-    if model.chain is None:
-        return _use_data(run, lambda source: format_inspected_cut(run, source, options.pipeline_stages))
-    return ""
 
 
 def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:

@@ -143,7 +143,16 @@ class ElasticRun:
         self._island = self._make_island(init())
         name = self._island.member.me.name
         checkpoints.checkpoints.set_writer(name, self.may_write)
-        self._describe()
+        device = self._setup.mesh.devices.flat[0]
+        own = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "mesh": dict(self._setup.mesh.shape),
+            "device": device.device_kind,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            "started": time.time(),
+        }
+        self._files.describe_member(name, own)
         self._island.start()
         step = self._island.join()
         self._output.release(self.is_chief(), name)
@@ -316,18 +325,6 @@ class ElasticRun:
         }
 
     # -- what others see -----------------------------------------------------------------------------------
-
-    def _describe(self) -> None:
-        device = self._setup.mesh.devices.flat[0]
-        facts = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "mesh": dict(self._setup.mesh.shape),
-            "device": device.device_kind,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
-            "started": time.time(),
-        }
-        self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
         """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""

@@ -289,22 +289,19 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
     if step == "best":
         step = _best_step(path, found)
     found = [each for each in found if step in (None, each.step)]
+    give = "give the folder of a run, of its checkpoints or of a step"
+    if not found and not path.exists():
+        raise ValueError(f"{path} does not exist; {give}, or a folder of Hugging Face")
+    if not found and any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} has safetensors, but no {CONFIG}; put that file of the download next to them"
+        )
     if not found:
-        raise ValueError(_nothing_found(path, step, steps))
+        have = f"it has steps {steps}" if steps else "it has no finished one"
+        of_step = "" if step is None else f" of step {step}"
+        raise ValueError(f"{path} holds no complete checkpoint{of_step}: {have}; {give}")
     refuse(f"step {found[-1].step} in {path} is broken; give another", found[-1].problems())
     return found[-1]
-
-
-def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
-    """Return the message for a path without the wanted checkpoint."""
-    give = "give the folder of a run, of its checkpoints or of a step"
-    if not path.exists():
-        return f"{path} does not exist; {give}, or a folder of Hugging Face"
-    if any(path.glob("*.safetensors")):
-        return f"{path} has safetensors, but no {CONFIG}; put that file of the download next to them"
-    have = f"it has steps {steps}" if steps else "it has no finished one"
-    of_step = "" if step is None else f" of step {step}"
-    return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"
 
 
 FREE = (

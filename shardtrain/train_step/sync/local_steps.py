@@ -98,8 +98,12 @@ class LocalSteps(Merge):
         self._channel.all_gather("merge", None)
         metrics: Metrics = {}
         ends_rounds = synchronisation.is_due(rounds[-1], number, last_step)
-        if ends_rounds:
-            metrics, state = self._reduce_totals(state)
+        local = state.local
+        if ends_rounds and jax.tree.leaves(local.sums):
+            # add up the sums of all islands, and begin them anew
+            transfer = self._channel.transfer
+            metrics["sums"], _ = all_reduce_totals(transfer, local.sums, (), local.sums["count"])
+            state = state._replace(local=local._replace(sums=jax.tree.map(jnp.zeros_like, local.sums)))
         self._is_last = number == last_step
         state, found = merge_rounds(synchronisation, self, number, last_step, (state, {}))
         self._last = (state.step, number)
@@ -159,15 +163,6 @@ class LocalSteps(Merge):
             deltas, count = jax.tree.map(jnp.copy, (deltas, count))
         started = self._combiners[number].start(deltas, count, state.combine_state[number])
         return _PendingMerge(deltas, count, started)
-
-    def _reduce_totals(self, state: State) -> tuple[Metrics, State]:
-        """Add up the sums of all islands, and begin them anew."""
-        local = state.local
-        if not jax.tree.leaves(local.sums):
-            return {}, state
-        sums, _ = all_reduce_totals(self._channel.transfer, local.sums, (), local.sums["count"])
-        local = local._replace(sums=jax.tree.map(jnp.zeros_like, local.sums))
-        return {"sums": sums}, state._replace(local=local)
 
 
 def _drop_unneeded(local: Local) -> Local:

@@ -18,7 +18,7 @@ from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_links import StageSums
-from shardtrain.train_step.state import Local, Metrics, State, split_fragments
+from shardtrain.train_step.state import Metrics, State, split_fragments
 from shardtrain.train_step.sync.merge import Merge
 
 if TYPE_CHECKING:
@@ -200,7 +200,11 @@ class Waves(Merge):
         params = jax.device_put(
             split_arrays(answer.values, state.params), self.compute.placement.state.params
         )
-        state = state._replace(params=params, local=_next_wave(local, is_due))
+        new, sums = jax.tree.map(jnp.zeros_like, (local.drift, local.sums))
+        # the examples since the last barrier weigh the model's state
+        count = jnp.zeros_like(local.count) if is_due else local.count
+        own_local = local._replace(drift=new, sums=sums, count=count)
+        state = state._replace(params=params, local=own_local)
         if is_due:
             model_state = average_model_state(self._channel.transfer, local.model_state, local.count[0])
             own = jax.tree.map(jnp.copy, model_state)
@@ -237,10 +241,3 @@ def split_arrays(values: np.ndarray, like: Any) -> Any:
     parts = np.split(values, np.cumsum([leaf.size for leaf in leaves])[:-1])
     arrays = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
     return jax.tree.unflatten(structure, arrays)
-
-
-def _next_wave(local: Local, is_due: bool) -> Local:
-    drift, sums = jax.tree.map(jnp.zeros_like, (local.drift, local.sums))
-    # the examples since the last barrier weigh the model's state
-    count = jnp.zeros_like(local.count) if is_due else local.count
-    return local._replace(drift=drift, sums=sums, count=count)
