@@ -118,7 +118,13 @@ def _finish(results: "CheckResults", context: "RankContext", options: Options) -
         if options.as_json:
             sys.stdout.write(json_text(results, context))
         else:
-            _print(results)
+            from rich.console import Console
+
+            from shardtrain.doctor.table import doctor_table
+
+            width, _ = shutil.get_terminal_size(fallback=(140, 24))
+            console = Console() if sys.stdout.isatty() else Console(width=width)
+            console.print(doctor_table(results.rows, results.seconds))
         sys.stdout.flush()
     code = FAILED if results.status == "wrong" else DONE
     if not results.hung:
@@ -134,16 +140,6 @@ def _finish(results: "CheckResults", context: "RankContext", options: Options) -
             time.sleep(5.0)
         end_all(code)
     os._exit(code)
-
-
-def _print(results: "CheckResults") -> None:
-    from rich.console import Console
-
-    from shardtrain.doctor.table import doctor_table
-
-    width, _ = shutil.get_terminal_size(fallback=(140, 24))
-    console = Console() if sys.stdout.isatty() else Console(width=width)
-    console.print(doctor_table(results.rows, results.seconds))
 
 
 def json_text(results: "CheckResults", context: "RankContext") -> str:

@@ -76,8 +76,9 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     rows_of_device = parse_checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.grid is not None:
         return
-    operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 1))
-    unusual = sorted(operations - COVERED)
+    program = trace_loss(setup.whole_model, run.loss, load_first_rows(batches, 1), 2)
+    traced = [each.equation for each in list_equations(program)]
+    unusual = sorted({equation.primitive.name for equation in traced} - COVERED)
     if not (asked or unusual):
         return
     began_seconds = time.monotonic()
@@ -86,21 +87,17 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     num_devices = math.prod(setup.mesh.shape[axis] for axis in setup.placement.layout.batch_axes)
     rows = load_first_rows(batches, rows_of_device * num_devices * num_microbatches)
     differences = _compare(run, setup, rows, num_microbatches)
-    wrong = {path: off for path, off in differences.items() if not off <= TOLERANCES[float_bytes]}
+    # rounding is that of the narrowest floats
+    dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
+    floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    most = TOLERANCES[min([4, *floats])]
+    wrong = {path: off for path, off in differences.items() if not off <= most}
     if wrong:
         raise ValueError(_difference_text(sizes, wrong, len(differences), unusual))
     note(
         f"layout checked: the gradients of {len(next(iter(rows.values())))} rows equal those of one device"
         f" up to {max(differences.values()):.0e} ({time.monotonic() - began_seconds:.1f} s)"
     )
-
-
-def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str], int]:
-    """Return the operations of the training loss, and the bytes of its narrowest floats: 2 or 4."""
-    traced = [each.equation for each in list_equations(trace_loss(setup.whole_model, run.loss, rows, 2))]
-    dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
-    floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return {equation.primitive.name for equation in traced}, min([4, *floats])
 
 
 def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:

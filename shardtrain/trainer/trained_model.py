@@ -111,13 +111,6 @@ def load(
     if wrong := _find_differences(reader, group_by_path({"params": params, "model_state": model_state})):
         wrong += _list_changed_options(reader.extra, model)
         raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
-    built = _assemble(model, params, model_state, _read_saved_values(reader, evaluated), seed=0)
-    if isinstance(model, Model):
-        return built
-    return set_mode(built, train=False)
-
-
-def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     exported = make_exported_params(how, reader.leaves, reader.read)
 
@@ -125,7 +118,10 @@ def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
         kind, _, name = path.partition("/")
         return jnp.asarray(exported(name) if kind == "params" else reader.read(path))
 
-    return value
+    built = _assemble(model, params, model_state, value, seed=0)
+    if isinstance(model, Model):
+        return built
+    return set_mode(built, train=False)
 
 
 def _find_differences(reader: CheckpointReader, wanted: Mapping[str, Any]) -> list[str]:

@@ -129,7 +129,17 @@ class SkippedData:
 
     def __init__(self, folder: Path, island: int, replay: Path | None, report: Callable[[str], None]) -> None:
         self._path, self._report = skips_file(folder, island), report
-        self._repeat = [] if replay is None else _read(skips_file(replay, island))
+        self._repeat: list[tuple[int, Position]] = []
+        path = None if replay is None else skips_file(replay, island)
+        for record in read_jsonl(path) if path is not None and path.is_file() else []:
+            numbers = []
+            for name in ("epoch", "index"):
+                # JSON lines are read as floats
+                value: Any = record.get(name)
+                value = int(value) if isinstance(value, float) and value.is_integer() else value
+                numbers.append(check_whole_number(value, f"{path}: {name}", MOST_INDEX))
+            position = Position(epoch=numbers[0], index=numbers[1])
+            self._repeat.append((int(record["step"]), position))
 
     def begin(self, step: int) -> None:
         """Drop the lines of a step and later ones: the run resumes from its checkpoint."""
@@ -153,19 +163,6 @@ class SkippedData:
     def end(self) -> None:
         """Stop the replay: the order of this run differs from now on."""
         self._repeat = []
-
-
-def _read(path: Path) -> list[tuple[int, Position]]:
-    found = []
-    for record in read_jsonl(path) if path.is_file() else []:
-        numbers = []
-        for name in ("epoch", "index"):
-            # JSON lines are read as floats
-            value: Any = record.get(name)
-            value = int(value) if isinstance(value, float) and value.is_integer() else value
-            numbers.append(check_whole_number(value, f"{path}: {name}", MOST_INDEX))
-        found.append((int(record["step"]), Position(epoch=numbers[0], index=numbers[1])))
-    return found
 
 
 def train_as_repeated(
