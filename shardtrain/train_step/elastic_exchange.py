@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.combiner import Combiner
 from shardtrain.combine.group import MeshGroup
 from shardtrain.combine.replicas import find_stacked_paths, list_combined_entries, split_layers, stack_layers
 from shardtrain.combine.synchronisation import Synchronisation
@@ -327,31 +326,15 @@ class _Reduction:
         else:
             # every device combines whole arrays: the rows of a slot are sharded over no axis
             found = constrain(found, jax.tree.map(lambda _: PartitionSpec(), found), self._placement.mesh)
-            found, extra = combine_rows(self._combiner, found, total["counts"], self._stacked)
+            group = MeshGroup(SLOTS, self._num_slots)
+
+            def combine(tree: Any, count: jax.Array) -> tuple[Any, Metrics]:
+                layers = split_layers(tree, self._stacked)
+                own = self._combiner.combine(layers, count, self._combiner.init(layers), group)
+                return stack_layers(own.value, tree, self._stacked), own.metrics
+
+            by_slot = jax.vmap(combine, axis_name=SLOTS)(found, total["counts"])
+            found, extra = jax.tree.map(lambda x: x[0], by_slot)
             if self._entries is not None:
                 extra = {name: x[np.array(self._entries)] if x.ndim else x for name, x in extra.items()}
         return found, extra
-
-
-def combine_rows(
-    combiner: Combiner, rows: Any, counts: jax.Array, stacked: frozenset[str]
-) -> tuple[Any, Metrics]:
-    """Combine the trees of all ranks where all of them are known, inside jit.
-
-    Args:
-      combiner: one without a state.
-      rows: path -> array (ranks, ...).
-      counts: float32 (ranks,), the numbers of examples.
-      stacked: see `split_layers`.
-
-    Returns:
-      (path -> combined array, the combiner's metrics).
-    """
-    group = MeshGroup(SLOTS, len(counts))
-
-    def combine(tree: Any, count: jax.Array) -> tuple[Any, Metrics]:
-        layers = split_layers(tree, stacked)
-        found = combiner.combine(layers, count, combiner.init(layers), group)
-        return stack_layers(found.value, tree, stacked), found.metrics
-
-    return jax.tree.map(lambda x: x[0], jax.vmap(combine, axis_name=SLOTS)(rows, counts))

@@ -106,6 +106,7 @@ class IslandCompute:
         programs.
 
     Attributes:
+      exchange: the program of the gradients, and the combiners of its parts, if gradients are combined.
       first_row: uint32, the number of this island's first row in a batch; it may change between steps.
     """
 
@@ -123,19 +124,12 @@ class IslandCompute:
         self._find_sums: Callable[[State, Batch], Any] | None = None
         if synchronisation.on_deltas:
             self._step_alone, self._find_sums = make_step_alone(training, placement, synchronisation)
-        self._exchange: IslandGradients | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             by = Synchronisation() if synchronisation.on_deltas else synchronisation
             placed = replace(placement, in_parts=channel.num_parts > 1)
             gradients = make_gradients(training.model, training.loss, placed, mean=not by.is_mean)
-            self._exchange = IslandGradients(gradients, placement, channel, by, batch)
+            self.exchange = IslandGradients(gradients, placement, channel, by, batch)
             self._make_update(training)
-
-    @property
-    def exchange(self) -> IslandGradients:
-        """The program of the gradients, and the combiners of its parts."""
-        assert self._exchange is not None
-        return self._exchange
 
     # -- steps with an optimizer of its own --
 

@@ -72,6 +72,9 @@ class StageCompute:
       links: the connections to other islands.
       synchronisation: how pipelines are synchronised, stage by stage.
       start_row: the first row of this pipeline in the whole batch.
+
+    Attributes:
+      exchange: the combiners of the gradients of this stage, if gradients are combined.
     """
 
     def __init__(
@@ -104,10 +107,9 @@ class StageCompute:
         self._evaluation_executor = StageExecutor(evaluation_table, self._flow, self.mailbox)
         self.gradients = make_gradient_programs(placement)
         # gradients are combined in each step, or in the first ones before deltas are
-        self._exchange: OwnerCombiners | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             combiner = mean() if synchronisation.on_deltas else synchronisation.combiner
-            self._exchange = OwnerCombiners(combiner, placement, owners)
+            self.exchange = OwnerCombiners(combiner, placement, owners)
             self._update = make_update(training, placement)
         self._own_sums: Any = ()
         if synchronisation.on_deltas:
@@ -115,12 +117,6 @@ class StageCompute:
             shardings = find_own_shardings(synchronisation, placement, placement.state, self._own_sums)
             shardings = shardings._replace(combine_state=())
             self.own_params, self.own_update = make_stage_own_update(training, placement, shardings)
-
-    @property
-    def exchange(self) -> OwnerCombiners:
-        """The combiners of the gradients of this stage."""
-        assert self._exchange is not None
-        return self._exchange
 
     def find_sum_shapes(self, state: State, batch: Batch) -> Any:
         """Return the shapes of the sums over own steps; () if there are none."""

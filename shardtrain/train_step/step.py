@@ -177,10 +177,13 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
       it, so they do not depend on the mesh; `first_row` is the number of the batch's first row if it is a
       part of a larger batch.
     """
-    losses = make_losses(model, loss, placement)
+    make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
+    losses = make(model, loss, placement)
 
     def evaluate(state: State, batch: Batch, number: jax.Array, first_row: jax.Array) -> Metrics:
-        return losses(state.params, state.model_state, evaluation_key(number), first_row, batch).logged
+        first_rows, batch = split_by_replica(batch, first_row, placement)
+        found = losses(state.params, state.model_state, evaluation_key(number), first_rows, batch)
+        return Sums(*found, {}).logged
 
     whole = NamedSharding(placement.mesh, PartitionSpec())
     compiled = jax.jit(
@@ -192,24 +195,6 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
     return lambda state, batch, number=0, first_row=0: compiled(
         state, batch, np.uint32(number), np.uint32(first_row)
     )
-
-
-def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
-    """Make a function that evaluates a batch, for use inside jit.
-
-    Returns:
-      (params, model_state, key, first row, batch) -> the sums of losses, counts and metrics, without
-      gradients.
-    """
-    make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
-    compute = make(model, loss, placement)
-
-    def losses(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Sums:
-        first_rows, batch = split_by_replica(batch, first_row, placement)
-        loss_sum, count, metrics = compute(params, model_state, key, first_rows, batch)
-        return Sums(loss_sum, count, metrics, {})
-
-    return losses
 
 
 def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Any]:

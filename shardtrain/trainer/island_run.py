@@ -39,7 +39,17 @@ def make_island_run(run: Run, coordination: Coordination, output: RunConsole) ->
       ValueError: a section of the strategy is for no island, or replicas cannot be combined as it says.
     """
     strategy = _own_strategy(run.strategy, coordination, output)
-    strategy = _simplify(strategy, coordination.num_islands, output)
+    # batches in flight do not see each other's updates, in waves of one step neither
+    is_flushed = strategy.pipeline.in_flight == 1
+    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
+    if found.distance is not None and coordination.num_islands == 1:
+        output.note(
+            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
+            " steps (launch several: shardtrain launch --islands N)"
+        )
+    if found is not strategy.synchronisation:
+        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
+    strategy = replace(strategy, synchronisation=found)
     run = _apply_measured_shares(replace(run, strategy=strategy), coordination, output)
     return _scale(run, coordination, output)
 
@@ -65,21 +75,6 @@ def _own_strategy(strategy: Strategy, coordination: Coordination, output: RunCon
                 f"WARNING: no island has devices {name!r}, a section of the strategy; they are {kinds}"
             )
     return strategy.select_island(*own)
-
-
-def _simplify(strategy: Strategy, num_islands: int, output: RunConsole) -> Strategy:
-    """Return the strategy with waves of one step, in which no island may be ahead, as every-step."""
-    # batches in flight do not see each other's updates, in waves of one step neither
-    is_flushed = strategy.pipeline.in_flight == 1
-    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
-    if found.distance is not None and num_islands == 1:
-        output.note(
-            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
-            " steps (launch several: shardtrain launch --islands N)"
-        )
-    if found is not strategy.synchronisation:
-        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
-    return replace(strategy, synchronisation=found)
 
 
 class IslandDevices(NamedTuple):
