@@ -5,14 +5,14 @@ Any layout reads the checkpoint of any other: meshes, islands, stages, replicas.
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardtrain.checkpoints.differences import compare_descriptions, matches
 from shardtrain.checkpoints.discover import DiscoveredCheckpoint
-from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.evaluations import find_best_step
 from shardtrain.checkpoints.flatten import describe_restorable
 from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
@@ -237,22 +237,6 @@ def _find_base(run: Run) -> CheckpointReader | None:
     return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
 
 
-def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
-    """Return the best step in a folder.
-
-    Raises:
-      ValueError: the best step is not known.
-    """
-    folders = [folder.parent for reader in found for folder in reader.folders.values()]
-    best = find_best_saved(folders[0], [each.step for each in found]) if folders else None
-    if best is None:
-        raise ValueError(
-            f"{path} has no best checkpoint: a run records it with --checkpoints.best heldout/loss; give a"
-            " step, or None for the newest"
-        )
-    return best.step
-
-
 def find_parameters(
     path: Path, step: int | Literal["best"] | None = None, base: Path | None = None
 ) -> CheckpointReader:
@@ -286,8 +270,8 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
     found = [each for folder in folders[:2] for each in find_readers(folder)]
     found = found or [each for each in find_readers(path.parent) if path in each.folders.values()]
     steps = [each.step for each in found]
-    if step == "best":
-        step = _best_step(path, found)
+    if step == "best" and found:
+        step = find_best_step(next(iter(found[0].folders.values())).parent, steps)
     found = [each for each in found if step in (None, each.step)]
     give = "give the folder of a run, of its checkpoints or of a step"
     if not found and not path.exists():
