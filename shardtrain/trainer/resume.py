@@ -104,9 +104,9 @@ def find_start_point(
         reader = _find_start(run, run.start_from.checkpoint, note)
         read = State((), (), wanted.params, wanted.model_state, ())
     # read it, initialise the rest, and synchronise all islands
-    arrays = {} if reader is None else read_arrays(run, checkpoints, reader, read, found.extra)
+    arrays = {} if reader is None else read_arrays(checkpoints, reader, read, found.extra)
     state = assemble(wanted, arrays, prepared.init)
-    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
+    state = synchronise_restored(checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         # the tokens that end a text come from the model that it starts from
         extra = {} if reader is None else select_kept_tokens(reader.extra)

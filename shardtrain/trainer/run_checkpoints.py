@@ -43,6 +43,7 @@ class RunCheckpoints:
       note: receives lines for the user.
 
     Attributes:
+      run: the run.
       has_own: whether each island saves arrays that differ per island.
       own_optimizers: whether each island has its own optimizer state.
       island: (number of this island, number of islands).
@@ -55,6 +56,7 @@ class RunCheckpoints:
     def __init__(self, prepared: "PreparedRun", note: Callable[[str], None]) -> None:
         run, setup, island_step = prepared.run, prepared.setup, prepared.island_step
         coordination = prepared.coordination
+        self.run = run
         self.has_own = island_step is not None and (
             run.strategy.synchronisation.on_deltas or island_step.keeps_state or run.strategy.scales_loss
         )
