@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,12 +100,6 @@ class InspectOptions(CompileOptions):
             wrong.append("--memory shows figures of a compiler; add --compile cpu, or another kind of device")
         refuse("this cannot be shown", wrong)
 
-    @property
-    def draws_schedule(self) -> bool:
-        """Whether an option of the timeline was given."""
-        others = ("devices", "unused", "compile", "memory", "island", "islands", "xla_preset")
-        return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
-
 
 def main(arguments: Sequence[str]) -> int:
     """Print the sharding, the traffic and, if asked for, the schedule and the compiled step; return 0."""
@@ -140,7 +134,8 @@ def main(arguments: Sequence[str]) -> int:
         traffic = {key: sent for key, sent in traffic.items() if axes.DATA not in key.axes}
     terminal.out(traffic_text(traffic))
     terminal.out(_merges_text(run, specs, sizes, num_islands) + "\n")
-    asked = options.draws_schedule or find_values(arguments, "--schedule")
+    of_timeline = (options.pipeline_stages, options.microbatches, options.lockstep, options.timeline)
+    asked = any(each is not None for each in of_timeline) or find_values(arguments, "--schedule")
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_make_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     if run.batch_unit == "examples":

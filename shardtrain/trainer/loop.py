@@ -336,7 +336,8 @@ def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_log
       sink: receives the metrics.
       is_logged: whether the metrics of the step are written, or another process writes them.
     """
-    step, unlogged = start.step, None if is_logged else start.unlogged
+    # metrics of the step that were not written because its evaluation did not finish
+    step, unlogged = start.step, None if is_logged else start.extra.get(UNLOGGED)
     if not session.prepared.coordination.any_rank("an evaluation was cut short", unlogged is not None):
         return
     with _evaluating(session):

@@ -34,10 +34,9 @@ from shardtrain.trainer.pretrained import (
     upcycle,
 )
 from shardtrain.trainer.restore_state import apply_new_values, assemble, read_arrays, synchronise_restored
-from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckpoints
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import FIRST_POSITION
 from shardtrain.trainer.sources import has_other_heldout, is_other_data
-from shardtrain.trainer.usage import read_wall_seconds
 
 if TYPE_CHECKING:
     from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
@@ -60,16 +59,6 @@ class StartPoint:
     step: int
     position: Position
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def unlogged(self) -> Mapping[str, Any] | None:
-        """Metrics of the step that were not written because its evaluation did not finish."""
-        return self.extra.get(UNLOGGED)
-
-    @property
-    def wall_seconds(self) -> float:
-        """The wall time of the run at its save."""
-        return read_wall_seconds(self.extra.get(WALL_SECONDS))
 
 
 def find_start_point(

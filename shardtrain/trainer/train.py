@@ -33,7 +33,7 @@ from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
-from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.run_folder import (
     check_folder,
     draw_curve,
@@ -46,7 +46,7 @@ from shardtrain.trainer.run_folder import (
 from shardtrain.trainer.session import ProfiledSteps, Session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
-from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text
+from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text, read_wall_seconds
 from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
@@ -196,7 +196,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             note(text)
         rollbacks.restored(start.step)
         session.hooks.restored(start.step)
-        session.totals.record_resume(start.wall_seconds)
+        session.totals.record_resume(read_wall_seconds(start.extra.get(WALL_SECONDS)))
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)

@@ -64,14 +64,10 @@ class BarrierSchedule:
         self.replayed: frozenset[int] = frozenset()
 
     def is_due(self, step: int) -> bool:
-        """Return whether there is a barrier after a step, planned or requested."""
-        return step == self.requested_step or self.is_planned(step)
-
-    def is_planned(self, step: int) -> bool:
-        """Return whether the barrier after a step is known from the beginning."""
+        """Return whether there is a barrier after a step, requested or known from the beginning."""
         every, saves_every = self._synchronisation.every, self._saves_every
         is_synchronous = self._synchronisation.is_synchronous(step)
-        if step == self._last_step or step in self.replayed or is_synchronous:
+        if step in (self._last_step, self.requested_step, *self.replayed) or is_synchronous:
             return True
         if self._synchronisation.distance is None:
             return step % every == 0 or (saves_every is not None and step % saves_every == 0)
