@@ -182,8 +182,9 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
 
     def evaluate(state: State, batch: Batch, number: jax.Array, first_row: jax.Array) -> Metrics:
         first_rows, batch = split_by_replica(batch, first_row, placement)
-        found = losses(state.params, state.model_state, evaluation_key(number), first_rows, batch)
-        return Sums(*found, {}).logged
+        given = (state.params, state.model_state, evaluation_key(number), first_rows, batch)
+        loss_sum, count, metrics = losses(*given)
+        return Sums(loss_sum, count, metrics, {}).logged
 
     whole = NamedSharding(placement.mesh, PartitionSpec())
     compiled = jax.jit(
