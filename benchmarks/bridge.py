@@ -36,11 +36,11 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
-from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.island_compute import Training
-from shardtrain.train_step.island_step import IslandStep, make_island_step
+from shardtrain.train_step.island_combiner import Channel
+from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
+from shardtrain.train_step.sync.every_step import EveryStep
 
 Side = Callable[[], Any]
 
@@ -193,8 +193,7 @@ class Stepper:
             self._step: Any = make_step(*parts)
         else:
             training, channel = Training(*parts[:3]), Channel(transfer, **exchange)
-            self._step = make_island_step(training, parts[-1], channel, batch=self._batch)
-        if isinstance(self._step, IslandStep):
+            self._step = EveryStep(IslandCompute(training, parts[-1], channel, batch=self._batch))
             self._state = self._step.begin(self._state, self._batch)
 
     def __call__(self) -> None:

@@ -27,8 +27,7 @@ from shardtrain.checkpoints.manifest import _text
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.reader import visible_readers
-from shardtrain.cli.checkpoint_files import find_mask_token
-from shardtrain.cli.imported_run_file import run_file_text
+from shardtrain.cli.checkpoint_files import find_mask_token, run_file_text
 from shardtrain.cli.run_file import load_run
 from shardtrain.errors.options import list_plain_options
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
@@ -41,7 +40,7 @@ from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.report.checkpoints import list_text, show_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout_file import read_layout
-from shardtrain.trainer.program_mark import MARK, take_mark
+from shardtrain.trainer.run_folder import MARK, take_mark
 
 NUMBER = 90
 """Of files per format, without `--full`."""

@@ -41,7 +41,7 @@ OTHERS = {
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
     "examples whose help is not asked here": "--model.num-groups",
-    "of earlier versions, refused with a successor": "--meet-when --sweep",
+    "of earlier versions, refused with a successor": "--layers --meet-when --proposals --sweep",
     "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""

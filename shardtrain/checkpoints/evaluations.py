@@ -104,6 +104,20 @@ def find_best_saved(folder: Path, steps: Iterable[int]) -> BestStep | None:
     return None if found is None else found.best(steps)
 
 
+def find_best_step(folder: Path, steps: Iterable[int]) -> int:
+    """Return the best of some steps in a folder of checkpoints.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if (best := find_best_saved(folder, steps)) is None:
+        raise ValueError(
+            f"{folder} has no best step: a run records it with --checkpoints.best heldout/loss; give the"
+            " number of a step"
+        )
+    return best.step
+
+
 class Evaluations:
     """Records the held-out values of saved steps for one writer of checkpoints.
 

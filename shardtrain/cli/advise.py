@@ -12,7 +12,7 @@ import tyro
 from shardtrain.cli.run_rows import read_measured_rows, read_metrics, read_step_phases
 from shardtrain.cli.subcommands import run_subcommand
 from shardtrain.errors.exit_codes import DONE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.plan.advice.fit import MeasuredRow
 from shardtrain.plan.advice.noise_scale import gradient_noise, read_logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
@@ -184,8 +184,7 @@ def _check(question: str, asked: object, positive: Sequence[str], zero: Sequence
         for name, value in given(names).items()
         if not lowest <= value < math.inf
     ]
-    if problems:
-        raise problems_error(f"{question} was asked for", problems)
+    refuse(f"{question} was asked for", problems)
 
 
 def _interval(asked: Interval) -> str:

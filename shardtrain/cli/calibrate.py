@@ -4,27 +4,34 @@ With a run, the measured rates are then fitted to a few steps of that run.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tyro
 
+from shardtrain import axes
+from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
-from shardtrain.cli.past_steps import read_past_steps
 from shardtrain.cli.run_options import parse_run
+from shardtrain.cli.run_rows import find_devices, read_step_phases
 from shardtrain.doctor.rates import best, measure
+from shardtrain.errors.messages import refuse
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.calibration import FittedMachine, choose_spread, fit_rates
 from shardtrain.plan.devices import GB, TERA, find_device
 from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
 from shardtrain.plan.predict import predict_choices
+from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import Space, list_allowed_choices, mesh_text
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
 from shardtrain.system import terminal
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.config import Run, describe
 
 SMALL = 8
 """Elements of an array that is so small that the time of its kernels is their overhead."""
@@ -164,16 +171,15 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
         device = None if find_device(name) is None else ClusterDevice(name=name)
         here = IslandKind(kind="here", devices=devices, device=device)
         (subject,) = make_subjects(run, source, [here])
-        past = read_past_steps(run, options.past, name, devices)
+        past, past_seconds = _read_past_steps(run, options.past, name, devices)
         every = list_allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
             raise ValueError(f"no layout for {devices} devices was accepted; there is nothing to measure")
         found = predict_choices(subject, start, devices, every)
         positions = choose_spread(found, options.probes) if every else []
         choices = [every[i] for i in positions]
-        seconds = [measure_step_seconds(run, source, choice) for choice in choices]
-    choices += [each.choice for each in past]
-    seconds += [each.seconds for each in past]
+        seconds = [*(measure_step_seconds(run, source, choice) for choice in choices), *past_seconds]
+        choices += past
 
     def predict(machine: Machine) -> list[float]:
         return [each.seconds.total for each in predict_choices(subject, machine, devices, choices)]
@@ -212,3 +218,99 @@ def measure_kernel_seconds(device: Any) -> float:
     x = jax.device_put(jnp.ones(SMALL), device)
     compiled = jax.jit(chain)
     return best(lambda: jax.block_until_ready(compiled(x))) / KERNELS
+
+
+MESH = "strategy.layout.mesh."
+
+NUMBERS = ("strategy.accumulate", "strategy.pipeline.virtual_stages")
+
+LENGTHS = ("seq", "window")
+"""Endings of the names of data options that set the length of a sample."""
+
+
+def _read_past_steps(
+    run: Run, folders: Sequence[Path], kind: str, num_devices: int
+) -> tuple[list[Choice], list[float]]:
+    """Read the steps of past runs of the same model and batch, on the same number and kind of devices.
+
+    Returns:
+      How each step was run; and its time, without input, saves and evaluations.
+
+    Args:
+      run: the run to compare with.
+      folders: folders of past runs.
+      kind: kind of the devices of this machine.
+      num_devices: number of these devices.
+
+    Raises:
+      ValueError: lists every folder whose step is unknown or different.
+    """
+    choices, seconds, problems = [], [], []
+    for folder in folders:
+        try:
+            choice, own_seconds = _read_past_step(run, folder, kind, num_devices)
+            choices.append(choice)
+            seconds.append(own_seconds)
+        except (ValueError, OSError) as error:
+            problems.append(str(error) if str(folder) in str(error) else f"{folder}: {error}")
+    refuse("past runs cannot be compared with this one", problems)
+    return choices, seconds
+
+
+def _read_past_step(run: Run, folder: Path, kind: str, num_devices: int) -> tuple[Choice, float]:
+    _, phases = read_step_phases(folder)
+    if any(phases.seconds.get(phase) for phase in ("islands", "stages")):
+        raise ValueError("it ran on several islands; give runs of one island")
+    options = dict(find_checkpoint_path(str(folder)).reader().extra.get("run") or {})
+    own_kind, own_devices = find_devices(folder)
+    if (own_kind, own_devices) != (kind, num_devices):
+        raise ValueError(
+            f"it ran on {own_devices} devices of kind {own_kind}, and this machine has {num_devices} of kind"
+            f" {kind}; calibrate there, or with as many devices (--cpu-devices)"
+        )
+    if other := _list_other_options(run, options):
+        raise ValueError(f"it is another step: {'; '.join(other)}; give runs of this model and batch")
+    return _choice(options, num_devices), phases.seconds["step"]
+
+
+def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
+    """List the options of batch, sample length, dtype and model that differ from a run's."""
+    here: dict[str, Any] = {"batch": run.batch, "strategy.compute_dtype": run.strategy.compute_dtype}
+    of_data = describe(run.data, "data")
+    here |= {name: value for name, value in of_data.items() if name.endswith(LENGTHS)}
+    if is_dataclass(run.model):
+        here |= describe(run.model, "model")
+        options = rewrite_texts(type(run.model), options, MODEL)
+    return [
+        f"{name} was {options[name]!r}, and is {value!r}"
+        for name, value in here.items()
+        if name in options and isinstance(value, int | float | str | None) and options[name] != value
+    ]
+
+
+def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
+    """Return the choice of layout, microbatches and schedule that options describe.
+
+    Raises:
+      ValueError: a checkpoint, which others may have written, has a size that is no whole number.
+    """
+    sizes_of = [name for name in options if name.startswith(MESH) or name in NUMBERS]
+    if odd := [f"{name} is {options[name]!r}" for name in sizes_of if type(options[name]) is not int]:
+        raise ValueError(f"its checkpoint has no whole numbers: {', '.join(odd)}; give a run of this library")
+    mesh = select_options(options, MESH)
+    layout = {
+        name: options[f"strategy.layout.{name}"]
+        for name in ("zero", "sequence_sharded", "collective_matmul", "context_attention", "unnamed")
+        if f"strategy.layout.{name}" in options
+    }
+    sizes = axis_sizes(mesh or {axes.DATA: -1}, num_devices)
+    has_stages = sizes[axes.PIPELINE] > 1
+    return Choice(
+        layout=Layout(
+            mesh={axis: size for axis, size in sizes.items() if size > 1} or {axes.DATA: 1}, **layout
+        ),
+        accumulate=options.get("strategy.accumulate", 1),
+        remat=options.get("strategy.remat"),
+        schedule=options.get("strategy.pipeline.schedule", "1f1b") if has_stages else "1f1b",
+        virtual_stages=options.get("strategy.pipeline.virtual_stages", 1) if has_stages else 1,
+    )

@@ -155,7 +155,11 @@ def _prune_steps(
     checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]
 ) -> int:
     found = checkpoints.readers()
-    whole = _find_newest_whole(found, policy.keep)
+    # the newest valid steps, the newest first; older ones are not read
+    whole: list[CheckpointReader] = []
+    for reader in reversed(found):
+        if len(whole) < policy.keep and not reader.problems():
+            whole.append(reader)
     if not whole:
         why = f" ({found[-1].problems()[0]})" if found else ""
         raise ValueError(
@@ -180,15 +184,6 @@ def _prune_steps(
     kept = [each.step for each in found if each in counted and each.step not in old]
     terminal.out(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
     return 0
-
-
-def _find_newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
-    """Return the newest valid steps, the newest first; older ones are not read."""
-    whole: list[CheckpointReader] = []
-    for reader in reversed(found):
-        if len(whole) < number and not reader.problems():
-            whole.append(reader)
-    return whole
 
 
 @contextmanager

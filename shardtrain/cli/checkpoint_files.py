@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from shardtrain.checkpoints.evaluated_params import make_exported_params
-from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
-from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.options import list_plain_options
 from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
@@ -91,10 +89,12 @@ def export_checkpoint(options: Export) -> int:
     """
     place = find_checkpoint_path(options.run, options.step)
     reader = place.reader()
-    if problems := reader.problems():
-        raise problems_error(f"step {reader.step} is broken and is not exported", problems)
-    if not options.adapters:
-        reader = _read_whole(reader, options.base)
+    refuse(f"step {reader.step} is broken and is not exported", reader.problems())
+    if not options.adapters and BASE in reader.extra:
+        from shardtrain.trainer.pretrained import add_base
+        from shardtrain.trainer.resume import find_parameters
+
+        reader = add_base(reader, options.base and find_parameters(options.base), "give --base FOLDER")
     model = _model_options(reader.extra, options.run_file)
     leaves = {
         path.removeprefix(PARAMS): leaf
@@ -193,20 +193,6 @@ def find_mask_token(tokenizer: list[Path], vocab: int) -> int | None:
     return None
 
 
-def _read_whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
-    """Return a reader of all parameters, also of a checkpoint that contains only the trained ones.
-
-    Raises:
-      ValueError: the other parameters are needed, and are not given or are different ones.
-    """
-    if BASE not in reader.extra:
-        return reader
-    from shardtrain.trainer.pretrained import add_base
-    from shardtrain.trainer.resume import find_parameters
-
-    return add_base(reader, base and find_parameters(base), "give --base FOLDER")
-
-
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
     """Write parameters and running statistics as step 0, and return the number of parameters."""
     import jax
@@ -251,3 +237,82 @@ def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, 
             " --run-file examples/gpt_text.py"
         )
     return found
+
+
+RUN_FILE = "run.py"
+
+TrainedOn = Literal["tokens", "masked tokens", "images", "pairs"]
+
+
+def find_training_kind(config: Any) -> TrainedOn:
+    """Return what a model trains on, by its options: bidirectional attention needs masked tokens."""
+    if hasattr(config, "colours"):
+        return "images"
+    if hasattr(config, "num_decoder_layers"):
+        return "pairs"
+    return "masked tokens" if hasattr(config, "segments") else "tokens"
+
+
+def run_file_text(kind: type, data_kind: TrainedOn) -> str:
+    """Return the text of the run file, which contains no text of the imported files.
+
+    Args:
+      kind: the class of the model's configuration.
+      data_kind: what it trains on.
+
+    Raises:
+      ValueError: the class cannot be imported by its name.
+    """
+    if not all(part.isidentifier() for part in (*kind.__module__.split("."), kind.__qualname__)):
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name")
+    data = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
+    more, readers, names = "", ["read_model"], ["Optimizer", "Run", "Schedule", "StartFrom"]
+    about = "Its tokens are those of its tokenizer: write them with `shardtrain.data.write_tokens`, then"
+    words = "--data.path my_tokens.npy"
+    if data_kind == "images":
+        data = 'ImageFiles(paths=(Path("images"),), classes=model.classes, size=model.height)'
+        more = '        loss=classification_loss,\n        unit="examples",\n'
+        names += ["ImageFiles", "classification_loss"]
+        about = "Its images are in folders, one for each class, in the order of their names:"
+        words = "--data my_images/"
+    elif data_kind == "pairs":
+        lines = ("TokenPairs(", '    source=Path("source.npy"),', '    target=Path("target.npy"),')
+        lines += ("    vocab=model.vocab,", "    source_seq=min(model.seq, 512),")
+        data, more = "\n        ".join((*lines, ")")), "        loss=translation_loss,\n"
+        names += ["TokenPairs", "translation_loss"]
+        words = "--data.source my_source.npy --data.target my_target.npy"
+    elif data_kind == "masked tokens":
+        token = f'read_mask_token(FOLDER / "{MODEL_FILE}", model.vocab)'
+        lines = ("MaskedTokens(", f"    data={data},", f"    mask_token={token},", ")")
+        data, more = "\n        ".join(lines), "        loss=masked_token_loss,\n"
+        names += ["Tokens", "MaskedTokens", "masked_token_loss"]
+        readers, words = ["read_mask_token", "read_model"], "--data.data.path my_tokens.npy"
+    else:
+        names.append("Tokens")
+    names.sort(key=lambda name: (not name[0].isupper(), name))
+    return f'''"""Trains the imported checkpoint in this folder further; {MODEL_FILE} describes its model.
+
+{about}
+
+shardtrain train {RUN_FILE} {words}
+"""
+
+from pathlib import Path
+
+from shardtrain import {", ".join(names)}
+from shardtrain.imported import {", ".join(readers)}
+from {kind.__module__} import {kind.__qualname__}
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def run() -> Run:
+    model = read_model(FOLDER / "{MODEL_FILE}", {kind.__qualname__})
+    return Run(
+        model=model,
+        data={data},
+{more}        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-5, warmup=100)),
+        start_from=StartFrom(checkpoint=FOLDER),
+        run_dir=Path("runs") / FOLDER.name,
+    )
+'''

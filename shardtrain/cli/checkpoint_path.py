@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.evaluations import find_best_step
 from shardtrain.checkpoints.paths import find_finished_steps, partial_folders, read_name
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.excerpts import some
@@ -89,28 +89,14 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     else:
         folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if is_best:
-        named.append(_best_step(folder))
+        whole = [each.step for each in visible_readers(folder) if not each.missing]
+        named.append(find_best_step(folder, whole))
     steps = {*named, *([] if step is None else [step])}
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
     if not find_finished_steps(folder) and not partial_folders(folder):
         raise ValueError(f"{path} contains no checkpoints; give a run's folder, or its folder of checkpoints")
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
-
-
-def _best_step(folder: Path) -> int:
-    """Return the best step in a folder of checkpoints.
-
-    Raises:
-      ValueError: it is not known.
-    """
-    best = find_best_saved(folder, [each.step for each in visible_readers(folder) if not each.missing])
-    if best is None:
-        raise ValueError(
-            f"{folder} has no best step: a run records it with --checkpoints.best heldout/loss; give the"
-            " number of a step"
-        )
-    return best.step
 
 
 def _split(where: str) -> tuple[Path, list[int], bool]:

@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -100,13 +100,7 @@ def _find_texts(options: Texts) -> list[SourceFile]:
 
 def _tokenize(options: Tokenize) -> int:
     files = _find_texts(options)
-    how = TokenizeOptions(
-        tokenizer=options.tokenizer,
-        text=options.text,
-        separator=options.separator,
-        on_error=options.on_error,
-        shard_bytes=options.shard_bytes,
-    )
+    how = TokenizeOptions(**{each.name: getattr(options, each.name) for each in fields(TokenizeOptions)})
     workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     if workers < 1:
         raise ValueError(f"workers is {workers}; use 1 or more")

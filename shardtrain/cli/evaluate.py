@@ -16,6 +16,7 @@ import optax
 import tyro
 
 from shardtrain.cli.arguments import list_too_small
+from shardtrain.cli.checkpoint_path import select_options
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.saved_run import (
     SavedOptions,
@@ -33,7 +34,7 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import token_folders, tokenizer_hash
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.metrics import add_metrics, next_token_accuracy
 from shardtrain.system import terminal
@@ -98,8 +99,7 @@ class EvaluateOptions(SavedOptions):
         wrong = list_too_small({"batch": self.batch, "batches": self.batches, "seq": self.seq})
         if not (self.data or self.choices or self.run_file):
             wrong.append("nothing to evaluate on; give --data PATH, --choices FILE, or both")
-        if wrong:
-            raise problems_error("this cannot be evaluated", wrong)
+        refuse("this cannot be evaluated", wrong)
 
 
 PACKINGS = {"separate": "separate", "bucketed": "separate"}
@@ -139,13 +139,10 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
         if not sets:
             raise ValueError(f"the data of {options.run_file} has no held-out part; give --data PATH")
     vocab = getattr(run.model, "vocab", None)
-    problems = [
-        problem
-        for name, source in sets.items()
-        for problem in token_problems({heldout_text(name): source}, vocab, data[name])
-    ]
-    if problems:
-        raise problems_error("the model cannot read this data", problems)
+    problems: list[str] = []
+    for name, source in sets.items():
+        problems += token_problems({heldout_text(name): source}, vocab, data[name])
+    refuse("the model cannot read this data", problems)
     return sets
 
 
@@ -176,7 +173,10 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
     files = corpus_files(paths)
     if not refuse_mixed(files):
         changes["tokenizer"] = choose_tokenizer(saved, options.tokenizer)
-        of_chat = _chat_options(saved.options)
+        # the options of the run's conversations, also inside a mixture
+        names = [name for name in saved.options if name.startswith("data.") and name.endswith(".template")]
+        own = select_options(saved.options, names[0].removesuffix("template")) if names else {}
+        of_chat = {name: own[name] for name in OF_CHAT if name in own}
         if of_chat and _is_chat(files[0], of_chat.get("messages", "messages")):
             return Chat(**changes, **of_chat)
     packing: Any = PACKINGS.get(str(saved.options.get("data.packing")), "joined")
@@ -191,13 +191,6 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
             f" (hash {digest}); tokenize its text with the run's tokenizer"
         )
     return corpus if made_by else replace(corpus, vocab_size=saved.run.model.vocab)
-
-
-def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's conversations, also inside a mixture; {} for other data."""
-    found = next((name for name in options if name.startswith("data.") and name.endswith(".template")), None)
-    prefix = "" if found is None else found.removesuffix("template")
-    return {name: options[prefix + name] for name in OF_CHAT if prefix and prefix + name in options}
 
 
 def _is_chat(file: SourceFile, field: str) -> bool:
@@ -222,7 +215,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _print_values(options: EvaluateOptions) -> None:
     # mistakes are refused before parameters are read
-    questions = {name: read_questions(Path(path)) for name, (path,) in _name_files(options.choices).items()}
+    questions: dict[str, list[Question]] = {}
+    for word in options.choices:
+        # a file without a name is named by its stem
+        ((name, (path,)),) = parse_names([word], Path(word).stem).items()
+        if name in questions:
+            raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
+        questions[name] = read_questions(Path(path))
     saved = open_run(options)
     if saved.is_encoder_decoder and (options.data or options.choices or options.run_file is None):
         raise ValueError(
@@ -253,7 +252,11 @@ def _print_values(options: EvaluateOptions) -> None:
         terminal.out(json.dumps(about) + "\n")
     else:
         for name, values in found.items():
-            terminal.out(f"{name}: {', '.join(_format_value(key, value) for key, value in values.items())}\n")
+            shown = [
+                f"{key.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
+                for key, value in values.items()
+            ]
+            terminal.out(f"{name}: {', '.join(shown)}\n")
 
 
 def _make_requests(
@@ -274,25 +277,6 @@ def _make_requests(
                 f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
                 f" has {tokenizer.vocab:,} tokens: give the model's own: --tokenizer FILE"
             )
-    return found
-
-
-def _format_value(name: str, value: float) -> str:
-    return f"{name.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
-
-
-def _name_files(given: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> a list of one file; a file without a name is named by its stem.
-
-    Raises:
-      ValueError: a name is given twice.
-    """
-    found: dict[str, list[str]] = {}
-    for word in given:
-        for name, paths in parse_names([word], Path(word).stem).items():
-            if name in found:
-                raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
-            found[name] = paths
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -26,7 +26,7 @@ from shardtrain.cli.saved_run import (
     round_rows,
 )
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
 from shardtrain.imported import EOS, TOKENS, token_numbers
 from shardtrain.system import terminal
@@ -86,24 +86,7 @@ class GenerateOptions(SavedOptions):
             wrong.append(f"--seed is {self.seed}; use a number from 0 to 2**32 - 1")
         if self.prompt and self.prompts is not None:
             wrong.append("--prompt and --prompts are given; give one of the two")
-        if wrong:
-            raise problems_error("this cannot be generated", wrong)
-
-
-class Continuation(NamedTuple):
-    """A prompt and its continuation.
-
-    Args:
-      prompt: the text to continue, or a source.
-      text: the added text, or the target of the source, without a token that ends it.
-      num_tokens: number of added tokens.
-      ended: whether the last of them ends a text.
-    """
-
-    prompt: str
-    text: str
-    num_tokens: int
-    ended: bool
+        refuse("this cannot be generated", wrong)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -125,13 +108,12 @@ def _print_continuations(options: GenerateOptions) -> None:
         choose_tokenizer(saved, options.tokenizer), None if options.end == "none" else options.end
     )
     prompts = read_prompts(options)
-    tokens = encode_prompts(prompts, tokenizer, saved, options)
-    for number, found in enumerate(continue_prompts(saved, tokenizer, prompts, tokens, sampling, options)):
+    for number, found in enumerate(_continue(saved, tokenizer, prompts, sampling, options)):
         if options.json:
-            terminal.out(json.dumps(found._asdict()) + "\n")
+            terminal.out(json.dumps(found) + "\n")
         else:
-            before = "" if find_begin(saved, options) is not None else found.prompt
-            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found.text}\n")
+            before = "" if find_begin(saved, options) is not None else found["prompt"]
+            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found['text']}\n")
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
@@ -205,20 +187,19 @@ def encode_prompts(
             problems.append(
                 f"{where} has {len(tokens)} tokens,{added} but the model has {seq} positions; use {fits}"
             )
-    if problems:
-        raise problems_error("these prompts cannot be continued", problems)
+    refuse("these prompts cannot be continued", problems)
     return found
 
 
-def continue_prompts(
-    saved: SavedRun,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    tokens: Sequence[np.ndarray],
-    sampling: Any,
-    options: GenerateOptions,
-) -> Iterator[Continuation]:
-    """Yield the continuation of each prompt."""
+def _continue(
+    saved: SavedRun, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Any, options: GenerateOptions
+) -> Iterator[dict[str, Any]]:
+    """Yield each prompt (or source) with its continuation (or target).
+
+    "text" has no token that ends it; "num_tokens" counts the added tokens; "ended" says whether the last of
+    them ends a text.
+    """
+    tokens = encode_prompts(prompts, tokenizer, saved, options)
     restored = saved.restore(evaluated=options.evaluated)
     begin = find_begin(saved, options)
     room = find_seq(saved) - (0 if begin is not None else max(map(len, tokens)))
@@ -240,13 +221,12 @@ def continue_prompts(
     for prompt, before, added in zip(prompts, tokens, found, strict=True):
         ended = bool(len(added)) and int(added[-1]) in ends
         shown = (added[:-1] if ended else added).tolist()
-        if begin is not None:
-            yield Continuation(prompt, tokenizer.decode(shown), len(added), ended)
-            continue
-        # decoded together, as some tokenizers write a first token in another way
-        whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
-        text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
-        yield Continuation(prompt, text, len(added), ended)
+        text = tokenizer.decode(shown)
+        if begin is None:
+            # decoded together, as some tokenizers write a first token in another way
+            whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
+            text = whole[len(start) :] if whole.startswith(start) else text
+        yield {"prompt": prompt, "text": text, "num_tokens": len(added), "ended": ended}
 
 
 def _find_ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:

@@ -142,23 +142,21 @@ def help_page(command: str, options: Sequence[FieldOption], words: Sequence[str]
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
     )
-    for name, members in _group_by_section(options).items():
-        if section in (None, name):
-            shown = members if everything else [each for each in members if _is_shown(each, members, name)]
-            group = parser.add_argument_group(name, SECTIONS[name].about)
-            for option in shown:
-                _add(group, option, everything=everything)
+    sections = [_find_section(option.path) for option in options]
+    for name, part in SECTIONS.items():
+        members = [option for option, own in zip(options, sections, strict=True) if own == name]
+        if not members or section not in (None, name):
+            continue
+        # first the options that most runs need, in their order
+        first = part.shown
+        members.sort(key=lambda option: first.index(option.path) if option.path in first else len(first))
+        if not everything and name != "command":
+            most = max(part.first, sum(option.path in first for option in members))
+            members = members[:most]
+        group = parser.add_argument_group(name, part.about)
+        for option in members:
+            _add(group, option, everything=everything)
     return parser.format_help()
-
-
-def _group_by_section(options: Sequence[FieldOption]) -> dict[str, list[FieldOption]]:
-    found: dict[str, list[FieldOption]] = {name: [] for name in SECTIONS}
-    for option in options:
-        found[_find_section(option.path)].append(option)
-    for name, members in found.items():
-        shown = SECTIONS[name].shown
-        members.sort(key=lambda option: shown.index(option.path) if option.path in shown else len(shown))
-    return {name: members for name, members in found.items() if members}
 
 
 def _find_section(path: str) -> str:
@@ -169,13 +167,6 @@ def _find_section(path: str) -> str:
         if any(beginning.endswith(".") and path.startswith(beginning) for beginning in section.more):
             return name
     return "command"
-
-
-def _is_shown(option: FieldOption, members: Sequence[FieldOption], name: str) -> bool:
-    section = SECTIONS[name]
-    others = [each.path for each in members if each.path not in section.shown]
-    num_others = max(0, section.first - (len(members) - len(others)))
-    return name == "command" or option.path in (*section.shown, *others[:num_others])
 
 
 def _add(group: Any, option: FieldOption, *, everything: bool) -> None:

@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from shardtrain.cli.arguments import find_values
 from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
 from shardtrain.optim.optimizer import make_optimizer
@@ -36,7 +36,13 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.layout_check import check_sequences
+from shardtrain.trainer.planned import compile_figures, list_memory_changes, plan_sent_parts
+from shardtrain.trainer.run_step import format_inspected_cut
+from shardtrain.trainer.setup import find_unused, format_unused, make_microbatch
+from shardtrain.trainer.stage_cut import format_predicted_cut
 from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
@@ -92,14 +98,7 @@ class InspectOptions(CompileOptions):
             wrong.append(f"--islands is {self.islands}; one island sends nothing, use 2 or more")
         if self.memory and self.compile is None:
             wrong.append("--memory shows figures of a compiler; add --compile cpu, or another kind of device")
-        if wrong:
-            raise problems_error("this cannot be shown", wrong)
-
-    @property
-    def draws_schedule(self) -> bool:
-        """Whether an option of the timeline was given."""
-        others = ("devices", "unused", "compile", "memory", "island", "islands", "xla_preset")
-        return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
+        refuse("this cannot be shown", wrong)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -135,19 +134,24 @@ def main(arguments: Sequence[str]) -> int:
         traffic = {key: sent for key, sent in traffic.items() if axes.DATA not in key.axes}
     terminal.out(traffic_text(traffic))
     terminal.out(_merges_text(run, specs, sizes, num_islands) + "\n")
-    asked = options.draws_schedule or find_values(arguments, "--schedule")
+    of_timeline = (options.pipeline_stages, options.microbatches, options.lockstep, options.timeline)
+    asked = any(each is not None for each in of_timeline) or find_values(arguments, "--schedule")
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_make_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     if run.batch_unit == "examples":
         RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
-    if text := _format_cut(run, model, options):
+    # the cut into stages that islands would make by time or by tracing
+    by_time = run.strategy.pipeline.stages == "time"
+    if run.strategy.across.axis == "pipeline" and (by_time or model.chain is None):
+        form = format_predicted_cut if by_time else format_inspected_cut
+        text = _use_data(run, lambda source: form(run, source, options.pipeline_stages))
         terminal.out(f"\n{text}\n")
     if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
-        from shardtrain.trainer.layout_check import check_sequences
-
-        check_sequences(run, model, sizes, _use_data(run, partial(_make_microbatch, run)))
+        check_sequences(run, model, sizes, _use_data(run, partial(make_microbatch, run)))
     if options.unused:
-        terminal.out(_format_unused(run, model) + "\n")
+        found = find_unused(run, model, _use_data(run, partial(make_microbatch, run)))
+        text = format_unused(found, run.optimizer) if found else "every parameter can change the loss"
+        terminal.out(f"{text}\n")
     if options.compile is not None:
         with cache_programs(flags_text):
             terminal.out("\n" + _compile(run, options, sizes))
@@ -172,8 +176,6 @@ def _count_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) 
         return by_shares
     if given is not None:
         if is_pipeline and across.partitions:
-            from shardtrain.train_step.stage_links import PipelineGrid
-
             PipelineGrid(num_islands=given, num_stages=across.partitions, island=0)
         return given
     if is_pipeline:
@@ -196,8 +198,6 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
     text = synchronisation_text(synchronisation, merges)
     if across.num_gradient_programs == 1:
         return text
-    from shardtrain.trainer.planned import plan_sent_parts  # imports what islands need
-
     sent = _use_data(run, lambda source: plan_sent_parts(run, source, sizes))
     return f"{text}\n{parts_text(sent.sizes_bytes, across.num_gradient_programs)}"
 
@@ -208,38 +208,8 @@ def _use_data(run: Run, use: Callable[[Any], Any]) -> Any:
         return use(run.data.train(Path(folder)))
 
 
-def _make_microbatch(run: Run, source: Any) -> Any:
-    from shardtrain.trainer.setup import make_microbatch
-
-    return make_microbatch(run, source)
-
-
-def _format_unused(run: Run, model: Model) -> str:
-    """List the parameters that the loss does not depend on."""
-    from shardtrain.trainer.setup import find_unused, format_unused
-
-    found = find_unused(run, model, _use_data(run, partial(_make_microbatch, run)))
-    return format_unused(found, run.optimizer) if found else "every parameter can change the loss"
-
-
-def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
-    """Format the cut into stages that islands would make by time or by tracing; "" if they do neither."""
-    from shardtrain.trainer.stage_cut import format_predicted_cut
-    from shardtrain.trainer.traced_cut import format_inspected_cut
-
-    if run.strategy.across.axis != "pipeline":
-        return ""
-    if run.strategy.pipeline.stages == "time":
-        return _use_data(run, lambda source: format_predicted_cut(run, source, options.pipeline_stages))
-    if model.chain is None:
-        return _use_data(run, lambda source: format_inspected_cut(run, source, options.pipeline_stages))
-    return ""
-
-
 def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; with --memory, also the memory of other options."""
-    from shardtrain.trainer.planned import compile_figures, list_memory_changes  # imports what islands need
-
     kind, notes = options.compile or "", []
     with noting(notes.append):
         found = compile_figures(run, kind, sizes)

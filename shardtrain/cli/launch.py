@@ -21,7 +21,7 @@ from shardtrain.cli import COMMANDS
 from shardtrain.cli.arguments import find_values
 from shardtrain.elastic.options import Elastic
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.islands.network import LOOPBACK
 from shardtrain.islands.rank_placement import parse_processes
@@ -101,7 +101,10 @@ def main(arguments: Sequence[str]) -> int:
         launcher = LAUNCHERS[WITH_HOSTS]
     if options.cluster is not None:
         cluster = _read_cluster(options.cluster, options)
-        options, hosts = _apply_cluster(cluster, options), hosts_of_cluster(hosts, cluster)
+        processes = [str(kind.processes) for kind in cluster.of_islands]
+        joined = processes[0] if len(set(processes)) == 1 else ",".join(processes)
+        options = replace(options, islands=len(processes), processes_per_island=joined)
+        hosts = hosts_of_cluster(hosts, cluster)
         special = launcher.with_cluster(special, cluster) if launcher.with_cluster else special
         if cluster.strategy_sections and program[0] in OF_RUNS:
             program = [*program, "--cluster", str(options.cluster)]
@@ -148,23 +151,16 @@ def _format_missing(own: Sequence[str]) -> str:
     return f"the command to launch is missing; it goes after --, as in: {example}"
 
 
-def program_problem(program: Sequence[str]) -> str | None:
-    """Return why the words after -- cannot be launched; None if they can be."""
-    known = [command for command in COMMANDS if command != "launch"]
-    if not program:
-        return "there is nothing after --; write the command there: -- train examples/gpt_text.py"
-    if program[0] not in known:
-        return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
-    return None
-
-
 def _find_problem(program: Sequence[str], options: Options) -> str | None:
     """Return why the words after --, --elastic and --join cannot be launched; None if they can be."""
     if options.join is not None:
         given = [f"--{name}" for name in ("elastic", "cluster") if getattr(options, name) is not None]
         return f"{' and '.join(given)} and --join are given; the run has its own" if given else None
-    if problem := program_problem(program):
-        return problem
+    known = [command for command in COMMANDS if command != "launch"]
+    if not program:
+        return "there is nothing after --; write the command there: -- train examples/gpt_text.py"
+    if program[0] not in known:
+        return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
     given = find_values(program, *ELASTIC) if program[0] == "train" else []
     if not options.elastic:
         return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if given else None
@@ -213,17 +209,8 @@ def _read_cluster(path: Path, options: Options) -> Cluster:
         for name in kind.launch
         if name not in takers
     ]
-    if problems:
-        raise problems_error(f"{path} cannot be used", problems)
+    refuse(f"{path} cannot be used", problems)
     return cluster
-
-
-def _apply_cluster(cluster: Cluster, options: Options) -> Options:
-    kinds = cluster.of_islands
-    processes = ",".join(str(kind.processes) for kind in kinds)
-    if len({kind.processes for kind in kinds}) == 1:
-        processes = str(kinds[0].processes)
-    return replace(options, islands=len(kinds), processes_per_island=processes)
 
 
 def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:

@@ -53,18 +53,28 @@ def apply_files(run: Run, words: Sequence[str]) -> Run:
     Raises:
       ValueError: one of them cannot be read, or is not known.
     """
-    return _apply_mesh_file(_apply_strategy(_apply_pretrained_model(run, words), words), words)
-
-
-def _apply_pretrained_model(run: Run, words: Sequence[str]) -> Run:
-    """Replace the model of a run by the Hugging Face model that `--start-from` names."""
+    # the model of Hugging Face that the run starts from
     given = find_values(words, "--start-from", "--start-from.checkpoint")
-    if not given or not is_pretrained(Path(given[-1])):
-        return run
-    model = keep_training_options(read_pretrained(given[-1]), run.model)
-    if adapter := find_values(words, "--start-from.adapter"):
-        model = dataclasses.replace(model, lora=read_lora(adapter[-1], model))
-    return dataclasses.replace(run, model=model)
+    if given and is_pretrained(Path(given[-1])):
+        model = keep_training_options(read_pretrained(given[-1]), run.model)
+        if adapter := find_values(words, "--start-from.adapter"):
+            model = dataclasses.replace(model, lora=read_lora(adapter[-1], model))
+        run = dataclasses.replace(run, model=model)
+    # the strategy file, the preset of synchronisation, the sections of the cluster file, the layout file
+    if (strategy := read_given_strategy(words)) is not None:
+        run = replace_fields(run, {"strategy": strategy})
+    if given := find_values(words, "--synchronisation"):
+        run = replace_fields(run, {"strategy.synchronisation": preset(given[-1])})
+    if (cluster := read_given_cluster(words)) is not None:
+        own = run.strategy.islands
+        merged = {name: {**each, **own.get(name, {})} for name, each in cluster.strategy_sections.items()}
+        # a section of the strategy itself keeps its values, and its place after those of the cluster
+        rest = {name: section for name, section in own.items() if name not in merged}
+        run = replace_fields(run, {"strategy.islands": {**merged, **rest}})
+    given = find_values(words, "--mesh", "--strategy.layout.mesh")
+    if given and is_layout_file(given[-1]):
+        run = replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
+    return run
 
 
 def adopt_tokenizer(run: Run, changes: Collection[str]) -> Run:
@@ -102,21 +112,6 @@ def _replace_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection
     return data.replace_tokenizer(tokenizer) if hasattr(data, "replace_tokenizer") else data
 
 
-def _apply_strategy(run: Run, words: Sequence[str]) -> Run:
-    """Apply the strategy file, the preset of synchronisation, and the sections of the cluster file."""
-    if (strategy := read_given_strategy(words)) is not None:
-        run = replace_fields(run, {"strategy": strategy})
-    if given := find_values(words, "--synchronisation"):
-        run = replace_fields(run, {"strategy.synchronisation": preset(given[-1])})
-    if (cluster := read_given_cluster(words)) is not None:
-        sections, own = cluster.strategy_sections, run.strategy.islands
-        merged = {name: {**section, **own.get(name, {})} for name, section in sections.items()}
-        run = replace_fields(
-            run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}}
-        )
-    return run
-
-
 def read_given_cluster(words: Sequence[str]) -> Cluster | None:
     """Read the cluster that `--cluster FILE` names; return None without the option.
 
@@ -125,14 +120,6 @@ def read_given_cluster(words: Sequence[str]) -> Cluster | None:
     """
     given = find_values(words, "--cluster")
     return read_cluster(Path(given[-1])) if given else None
-
-
-def _apply_mesh_file(run: Run, words: Sequence[str]) -> Run:
-    """Replace the layout by the layout file that `--mesh` names."""
-    given = find_values(words, "--mesh", "--strategy.layout.mesh")
-    if given and is_layout_file(given[-1]):
-        return replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
-    return run
 
 
 def is_layout_file(mesh: str) -> bool:

@@ -20,7 +20,7 @@ from shardtrain.cli.help_pages import ACROSS, LAYOUT, PIPELINE, SYNCHRONISATION,
 from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
@@ -82,8 +82,8 @@ SHORT = {
 }
 """Path of a field -> short name of its option; the path is accepted too."""
 
-RENAMED = {"meet_when": "sync_when"}
-"""Earlier name of an option -> its name."""
+RENAMED = {"meet_when": "sync_when", "layers": "operators", "proposals": "operators"}
+"""Earlier name of an option -> the one that does it now."""
 
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
@@ -212,24 +212,11 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
             problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
-    if problems:
-        raise problems_error("these options do not exist", problems)
+    refuse("these options do not exist", problems)
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
-
-
-def _read_mesh(text: str) -> Mapping[str, int]:
-    return read_layout(Path(text)).mesh if is_layout_file(text) else parse_mesh(text)
-
-
-def _combiner_help() -> str:
-    """Return the help of --combine, with all registered combiners and codecs."""
-    return (
-        f"combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name. Combiners:"
-        f" {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}."
-    )
 
 
 def _summaries(registry: Mapping[str, Callable[..., Any]]) -> str:
@@ -282,14 +269,15 @@ def _read_share_limits(text: str) -> tuple[int, ...] | str:
 TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
-        read=_read_mesh,
+        read=lambda text: read_layout(Path(text)).mesh if is_layout_file(text) else parse_mesh(text),
         help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1 means all remaining devices), or a layout"
         " file, as in meshes/.",
     ),
     f"{SYNCHRONISATION}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
-        help=_combiner_help(),
+        help="combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name."
+        f" Combiners: {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}.",
     ),
     "sinks": TextForm(
         write=lambda sinks: ",".join(each if isinstance(each, str) else GIVEN_IN_PYTHON for each in sinks),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.remat_counts import find_remat_part
 from shardtrain.imported import option_problems
 from shardtrain.plan.advice.bottleneck import StepPhases, step_phases
@@ -55,8 +55,7 @@ def read_measured_rows(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[s
             problems.append(str(error))
     if len(problems) == 1:
         raise ValueError(problems[0])
-    if problems:
-        raise problems_error("rows cannot be read", problems)
+    refuse("rows cannot be read", problems)
     return rows, notes
 
 

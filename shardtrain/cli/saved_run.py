@@ -25,7 +25,7 @@ from shardtrain.cli.run_options import DeviceOptions
 from shardtrain.data import Text
 from shardtrain.data.token_manifest import MANIFEST, read_manifest
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.imported import option_problems
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout import Layout
@@ -113,8 +113,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     """
     path = find_checkpoint_path(given.run, given.step)
     reader = path.reader()
-    if problems := reader.problems():
-        raise problems_error(f"step {reader.step} is broken; give another", problems)
+    refuse(f"step {reader.step} is broken; give another", reader.problems())
     reader = add_base(reader, given.base and find_parameters(given.base), "give --base FOLDER")
     options = dict(reader.extra.get("run") or {})
     layout = _layout(options, given.mesh)
@@ -193,28 +192,24 @@ def find_seq(saved: SavedRun) -> int:
 
 
 def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
-    """Return the layout for this machine: the rules of the run on the given mesh, or on its own."""
-    if mesh is not None and is_layout_file(mesh):
-        return _check_layout(read_layout(Path(mesh)))
-    parameters, activations = (
-        {name: tuple(over) for name, over in select_options(options, f"{LAYOUT}{kind}.").items()}
-        for kind in ("parameters", "activations")
-    )
-    layout = Layout(
-        mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
-        parameters=parameters,
-        activations=activations,
-        unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
-    )
-    return _check_layout(layout)
-
-
-def _check_layout(layout: Layout) -> Layout:
-    """Refuse a layout that shards layers over stages, or sequences; return it for whole sequences.
+    """Return the layout for this machine: the rules of the run on the given mesh, or on its own.
 
     Raises:
-      ValueError: its mesh does.
+      ValueError: its mesh shards layers over stages, or sequences.
     """
+    if mesh is not None and is_layout_file(mesh):
+        layout = read_layout(Path(mesh))
+    else:
+        parameters, activations = (
+            {name: tuple(over) for name, over in select_options(options, f"{LAYOUT}{kind}.").items()}
+            for kind in ("parameters", "activations")
+        )
+        layout = Layout(
+            mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
+            parameters=parameters,
+            activations=activations,
+            unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
+        )
     split = [axis for axis in (axes.PIPELINE, axes.CONTEXT) if layout.mesh.get(axis, 1) != 1]
     if split:
         raise ValueError(

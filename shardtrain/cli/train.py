@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
@@ -92,8 +91,8 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
-    from shardtrain.trainer.profiling import parse_steps
     from shardtrain.trainer.program_cache import keep_programs
+    from shardtrain.trainer.session import parse_steps
     from shardtrain.trainer.train import train
 
     # Orbax logs a traceback for each array that it could not write; our own message is printed once
@@ -105,7 +104,11 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     try:
         islands = join(given, report=_write_stderr, activity=activity)
     except RankTimeout as timeout:
-        _end_for_timeout(timeout)
+        # one rank did not start in time, and there is no watchdog yet
+        from shardtrain.islands.bridge import end_all
+
+        _write_stderr(str(timeout))
+        end_all(TEMPORARY_FAILURE)
     # the flags themselves are in environment.jsonl of the run
     texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
@@ -121,16 +124,16 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
             except RankTimeout as timeout:
                 watchdog.end(str(timeout))
     except IslandEnded as ended:
-        terminal.err(f"shardtrain train: {ended}\n")
+        _write_stderr(str(ended))
         return TEMPORARY_FAILURE
     except (FloatingPointError, SaveFailed) as failure:
-        terminal.err(f"shardtrain train: {failure}\n")
+        _write_stderr(str(failure))
         return FAILED
     except OSError as error:
         # before the first step it is a usage error: exit code 2
         if not activity.step:
             raise
-        terminal.err(f"shardtrain train: {format_failure(activity, error)}\n")
+        _write_stderr(format_failure(activity, error))
         return FAILED
     if trained.time_over or trained.outcome in ENDED_EARLY:
         return TEMPORARY_FAILURE
@@ -152,14 +155,6 @@ def format_failure(activity: ActivityRecord, error: OSError) -> str:
     """
     where = f"at step {activity.step}, in {activity.failed_at!r}"
     return f"{where}: {error}\nthe same command resumes from the last checkpoint"
-
-
-def _end_for_timeout(timeout: Exception) -> NoReturn:
-    """End all ranks if one did not start in time; there is no watchdog yet."""
-    from shardtrain.islands.bridge import end_all
-
-    terminal.err(f"shardtrain train: {timeout}\n")
-    end_all(TEMPORARY_FAILURE)
 
 
 def _write_stderr(text: str) -> None:

@@ -1,6 +1,6 @@
 """Summarise a trace of jax's profiler: the share of time by kind of operation, and the longest operations.
 
-It reads the file `*.trace.json.gz` of a profile. `trainer/profiling.py` records one.
+It reads the file `*.trace.json.gz` of a profile. `trainer/session.py` records one.
 """
 
 import gzip

@@ -156,21 +156,16 @@ class BucketExchange:
         """Split the stacked layers of a bucket, as the combiner receives them."""
         return split_layers(like, self._stacked)
 
-    def messages(self, num_islands: int, sums: Any = ()) -> list[Message]:
-        """List the messages of an island in one exchange of all buckets, without computing anything.
-
-        Args:
-          num_islands: number of islands.
-          sums: shapes of float32 scalars that are added up together with the last bucket.
-        """
+    def messages(self, num_islands: int) -> list[Message]:
+        """List the messages of an island in one exchange of all buckets, without computing anything."""
         group = CountingGroup(num_islands)
 
-        def exchange(tree: Any, beside: Any) -> Any:
+        def exchange(tree: Any) -> Any:
             state = self._combiner.init(self.layers(tree))
-            return self.program((tree, jnp.float32(1), state, beside), group)
+            return self.program((tree, jnp.float32(1), state, ()), group)
 
-        for number, like in enumerate(self.buckets, 1):
-            jax.eval_shape(exchange, like, sums if number == len(self.buckets) else ())
+        for like in self.buckets:
+            jax.eval_shape(exchange, like)
         return group.messages
 
     def _add_up(self, arrays: Any, group: Any) -> Any:

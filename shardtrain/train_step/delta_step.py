@@ -15,8 +15,7 @@ import optax
 from shardtrain import axes
 from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
-from shardtrain.functional.loss import Batch, Loss
-from shardtrain.functional.model import Model
+from shardtrain.functional.loss import Batch
 from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.drift import (
     make_local_update,
@@ -27,24 +26,19 @@ from shardtrain.train_step.drift import (
     select_combined,
     send,
 )
-from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
+from shardtrain.train_step.gradients import ReplicaMeans, expand_dims_like
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import Metrics, State, init_local, split_fragments
 
 
 def make_delta_update(
-    model: Model,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    start_row: int,
+    replica_means: ReplicaMeans, optimizer: optax.GradientTransformation, placement: Placement
 ) -> Callable[[State, Batch], tuple[Callable[[State], State], Metrics]]:
     """Make the computation of a step in which each replica runs its own optimizer: (update, metrics).
 
     If replicas synchronise in every step, it also combines their deltas: with Adasum this is Horovod's
     `_DistributedAdasumOptimizer`. Otherwise `make_merge` combines them.
     """
-    replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, synchronisation = placement.specs, placement.mesh, placement.synchronisation
     own_specs = add_leading_dim(specs.sharded, axes.DATA)
     # one optimizer per replica, over the leading dim of replicas

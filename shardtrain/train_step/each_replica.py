@@ -38,7 +38,16 @@ def map_replicas(
     mapped = jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
     if axis_name is not None or not placement.replica_is_one_cpu or placement.in_parts:
         return mapped
-    by_device = _split_by_device(_run_only_replica(function, in_axes), in_axes, placement)
+    # every device of the axis data runs it with its own part of the dim of replicas
+    specs = [PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes.DATA) for dim in in_axes]
+    by_device = jax.shard_map(
+        _run_only_replica(function, in_axes),
+        mesh=placement.mesh,
+        axis_names={axes.DATA},
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(axes.DATA),
+        check_vma=False,
+    )
 
     def either(*arguments: Any) -> Any:
         # jax cannot compile a callback, such as that of jax.debug.print, where some axes are manual
@@ -46,21 +55,6 @@ def map_replicas(
         return (mapped if has_callbacks else by_device)(*arguments)
 
     return either
-
-
-def _split_by_device(
-    function: Callable[..., Any], in_axes: Sequence[int | None], placement: Placement
-) -> Callable[..., Any]:
-    """Run the function on every device of the axis data, each with its own part of the dim of replicas."""
-    specs = [PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes.DATA) for dim in in_axes]
-    return jax.shard_map(
-        function,
-        mesh=placement.mesh,
-        axis_names={axes.DATA},
-        in_specs=tuple(specs),
-        out_specs=PartitionSpec(axes.DATA),
-        check_vma=False,
-    )
 
 
 def _run_only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:

@@ -6,14 +6,13 @@ changed in some local steps. Next: `elastic_program.py`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.combiner import Combiner
 from shardtrain.combine.group import MeshGroup
 from shardtrain.combine.replicas import find_stacked_paths, list_combined_entries, split_layers, stack_layers
 from shardtrain.combine.synchronisation import Synchronisation
@@ -24,7 +23,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import apply_combined
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
-from shardtrain.train_step.island_totals import find_sum_shapes, select_loss_metrics
+from shardtrain.train_step.island_totals import select_loss_metrics
 from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
 from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
@@ -40,33 +39,6 @@ Call = Callable[..., Any]
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function."""
     return function(*arguments)
-
-
-class ElasticExchange(Protocol):
-    """An exchange of an elastic run."""
-
-    def contribute(
-        self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
-    ) -> Any:
-        """Return a tree of arrays, which is added up over slots.
-
-        Args:
-          state: the state after the exchange before.
-          batches: the rows of a slot in each step until the exchange.
-          first_row: uint32, the number of its first row in a batch.
-          slot: uint32, its number.
-          call: calls a compiled function; `jax.eval_shape` finds the shapes.
-        """
-        ...
-
-    def update(self, state: State, total: Any) -> tuple[State, Metrics]:
-        """Return the state after the exchange and its metrics, for use inside jit.
-
-        Args:
-          state: the state after the exchange before.
-          total: the sum over all slots.
-        """
-        ...
 
 
 def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
@@ -103,8 +75,11 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
 
 def make_exchange(
     training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
-) -> ElasticExchange:
+) -> "GradientExchange | LocalStepsExchange":
     """Make the exchange of a run.
+
+    Its `contribute` returns a tree of arrays, which is added up over slots; `update` returns the state after
+    the exchange and its metrics, given the sum over all slots, for use inside jit.
 
     Args:
       training: model, loss and optimizer.
@@ -146,12 +121,20 @@ class GradientExchange:
     def contribute(
         self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
     ) -> Any:
-        """Return the sums of a slot, see `ElasticExchange`."""
+        """Return the sums of a slot.
+
+        Args:
+          state: the state after the exchange before.
+          batches: the rows of the slot in each step until the exchange.
+          first_row: uint32, the number of its first row in a batch.
+          slot: uint32, its number.
+          call: calls a compiled function; `jax.eval_shape` finds the shapes.
+        """
         (batch,) = batches
         return call(self._compute, state, batch, first_row, slot)
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
-        """Update by the combined gradient, see `ElasticExchange`."""
+        """Update by the combined gradient."""
         count, extra = total["count"], dict[str, Any]()
         model_state = _average_state(total["model_state"], state.model_state)
         found = Sums(total["loss_sum"], count, total["metrics"], total.get("grads"), model_state)
@@ -183,8 +166,7 @@ class LocalStepsExchange:
     ) -> None:
         self._learning_rate, self._synchronisation = training.learning_rate, synchronisation
         self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
-        self._gradients = make_gradients(training.model, training.loss, placement)
-        self._step = make_step_alone(training, placement, synchronisation, self._gradients)
+        self._step, self._find_sums = make_step_alone(training, placement, synchronisation)
         self._zeros: Any = None
 
         def begin(state: State, sums: Any) -> State:
@@ -205,7 +187,7 @@ class LocalStepsExchange:
     def contribute(
         self, state: State, batches: Iterable[Batch], first_row: Any, slot: Any, call: Call = call
     ) -> Any:
-        """Take the steps of a slot, and return what they changed, see `ElasticExchange`."""
+        """Take the steps of a slot, and return what they changed."""
         own = None
         for batch in batches:
             own = own or call(self._begin, state, self._make_zeros(state, batch))
@@ -213,14 +195,11 @@ class LocalStepsExchange:
         return call(self._finish, own, slot)
 
     def _make_zeros(self, state: State, batch: Batch) -> Any:
-        if self._zeros is None:
-            key = step_key(jnp.uint32(0), jnp.int32(0))
-            found = jax.eval_shape(self._gradients, state.params, state.model_state, key, batch)
-            self._zeros = find_sum_shapes(found.metrics)
+        self._zeros = self._zeros or self._find_sums(state, batch)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._zeros)
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
-        """Apply the combined changes of the slots, see `ElasticExchange`."""
+        """Apply the combined changes of the slots."""
         sums, outer = total["sums"], self._synchronisation.outer_optimizer
         combined, extra = self._reduction.reduce(total)
         fragment = self._reduction.fragment
@@ -347,31 +326,15 @@ class _Reduction:
         else:
             # every device combines whole arrays: the rows of a slot are sharded over no axis
             found = constrain(found, jax.tree.map(lambda _: PartitionSpec(), found), self._placement.mesh)
-            found, extra = combine_rows(self._combiner, found, total["counts"], self._stacked)
+            group = MeshGroup(SLOTS, self._num_slots)
+
+            def combine(tree: Any, count: jax.Array) -> tuple[Any, Metrics]:
+                layers = split_layers(tree, self._stacked)
+                own = self._combiner.combine(layers, count, self._combiner.init(layers), group)
+                return stack_layers(own.value, tree, self._stacked), own.metrics
+
+            by_slot = jax.vmap(combine, axis_name=SLOTS)(found, total["counts"])
+            found, extra = jax.tree.map(lambda x: x[0], by_slot)
             if self._entries is not None:
                 extra = {name: x[np.array(self._entries)] if x.ndim else x for name, x in extra.items()}
         return found, extra
-
-
-def combine_rows(
-    combiner: Combiner, rows: Any, counts: jax.Array, stacked: frozenset[str]
-) -> tuple[Any, Metrics]:
-    """Combine the trees of all ranks where all of them are known, inside jit.
-
-    Args:
-      combiner: one without a state.
-      rows: path -> array (ranks, ...).
-      counts: float32 (ranks,), the numbers of examples.
-      stacked: see `split_layers`.
-
-    Returns:
-      (path -> combined array, the combiner's metrics).
-    """
-    group = MeshGroup(SLOTS, len(counts))
-
-    def combine(tree: Any, count: jax.Array) -> tuple[Any, Metrics]:
-        layers = split_layers(tree, stacked)
-        found = combiner.combine(layers, count, combiner.init(layers), group)
-        return stack_layers(found.value, tree, stacked), found.metrics
-
-    return jax.tree.map(lambda x: x[0], jax.vmap(combine, axis_name=SLOTS)(rows, counts))

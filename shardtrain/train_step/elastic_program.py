@@ -89,7 +89,6 @@ class ElasticProgram:
         if getattr(batches.source, "is_stream", False):
             problems.append("the samples are of a stream, of which no batch can be read again; use a file")
         refuse("an elastic run cannot train this", problems)
-        self._placement, self._state = placement, state
         self._batches = batches
         self._loaders = _make_loaders(batches, num_slots, placement)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
@@ -129,7 +128,7 @@ class ElasticProgram:
         return self._batches.advance(Position(epoch=0, index=0), step)
 
     def compute(self, step: int, slots: Sequence[int]) -> Any:
-        """Return what the exchange sums, see `ElasticExchange`, over some slots until the next exchange."""
+        """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange."""
         end = find_next(step, self._every)
         plan = [(each, slot) for slot in slots for each in range(step, end)]
         plan += [(end, slot) for slot in slots[:AHEAD]]
@@ -137,15 +136,14 @@ class ElasticProgram:
         self._ahead = {key: ahead for key, ahead in self._ahead.items() if key in plan}
         self._plan = iter(plan)
         self._load_ahead()
-        return reduce(self._add, (self._contribute(step, slot) for slot in slots))
 
-    def _contribute(self, step: int, slot: int) -> Any:
-        loader = self._loaders[slot]
-        steps = range(step, find_next(step, self._every))
-        batches = (loader.place(self._take(each, slot)) for each in steps)
-        return self._exchange.contribute(
-            self.state, batches, np.uint32(loader.shard().start), np.uint32(slot)
-        )
+        def contribute(slot: int) -> Any:
+            loader = self._loaders[slot]
+            batches = (loader.place(self._take(each, slot)) for each in range(step, end))
+            first_row = np.uint32(loader.shard().start)
+            return self._exchange.contribute(self.state, batches, first_row, np.uint32(slot))
+
+        return reduce(self._add, map(contribute, slots))
 
     def apply(self, step: int, total: Any) -> None:
         """Update the state by the sums over a whole batch, or all batches until the exchange."""

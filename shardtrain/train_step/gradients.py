@@ -61,9 +61,11 @@ def make_gradients(
     return gradients
 
 
-def make_replica_means(
-    model: Model, loss: Loss, placement: Placement, start_row: int
-) -> Callable[[State, Batch], tuple[Sums, Any, jax.Array, jax.Array]]:
+ReplicaMeans = Callable[[State, Batch], tuple[Sums, Any, jax.Array, jax.Array]]
+"""See `make_replica_means`."""
+
+
+def make_replica_means(model: Model, loss: Loss, placement: Placement, start_row: int) -> ReplicaMeans:
     """Make a function that computes the mean gradient of each index of the axis data, for a combiner.
 
     Args:

@@ -1,9 +1,9 @@
-"""Run a combiner between islands bucket by bucket, with a state for each bucket.
+"""The channel of an island to the others, and a combiner that runs over it, with a state for each bucket.
 
 Next: `bucket_exchange.py`, the buckets and their program; `islands/transfer.py`, which sends buckets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -15,6 +15,32 @@ from shardtrain.combine import Combiner, MeshGroup
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.bucket_exchange import BucketExchange
 from shardtrain.train_step.placement import Placement
+
+AllGather = Callable[[str, Any], list[Any]]
+"""(name, value of this rank) -> the values of all ranks."""
+
+
+def gather_alone(name: str, value: Any = None) -> list[Any]:
+    """Return the values of all ranks of a run of one rank."""
+    return [value]
+
+
+class Channel(NamedTuple):
+    """The channel of an island to the others.
+
+    Args:
+      transfer: sends buckets of arrays.
+      all_gather: gathers a value of every rank, by name, before each collective over islands; it reports
+        which rank is missing, which MPI in a compiled program cannot.
+      dtype: the dtype of the gradients that are sent, see `islands.options.Across`.
+      num_parts: the largest number of programs that compute the gradients of a mean: what one has computed is
+        sent while the next ones compute, see `gradient_pieces.py`.
+    """
+
+    transfer: Transfer
+    all_gather: AllGather = gather_alone
+    dtype: str = "float32"
+    num_parts: int = 1
 
 
 class _Bucket(NamedTuple):

@@ -21,11 +21,10 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.drift import make_own_params
-from shardtrain.train_step.gradient_parts import GradientPart
+from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import CombinedTree, join_metrics
+from shardtrain.train_step.island_combiner import Channel, CombinedTree, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
 from shardtrain.train_step.island_totals import average_model_state, find_sum_shapes
 from shardtrain.train_step.loss_scale import get_scale
@@ -57,19 +56,18 @@ class Training(NamedTuple):
 
 
 def make_step_alone(
-    training: Training,
-    placement: Placement,
-    synchronisation: Synchronisation,
-    gradients: Callable[..., Sums],
-) -> Callable[[State, Batch, Any], tuple[State, Metrics]]:
+    training: Training, placement: Placement, synchronisation: Synchronisation
+) -> tuple[Callable[[State, Batch, Any], tuple[State, Metrics]], Callable[[State, Batch], Any]]:
     """Make the compiled step of an island's own optimizer: (state, batch, first row) -> (state, metrics).
+
+    Also return (state, batch) -> the shapes of the sums over own steps.
 
     Args:
       training: model, loss and optimizer.
       placement: the placement of model and optimizer on this island.
       synchronisation: how islands are synchronised, on deltas.
-      gradients: see `make_gradients`.
     """
+    gradients = make_gradients(training.model, training.loss, placement)
     update = make_own_update(training.optimizer, placement, training.learning_rate)
 
     def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
@@ -81,16 +79,22 @@ def make_step_alone(
         shardings = find_own_shardings(synchronisation, placement, placement.state, new.local.sums)
         return jax.lax.with_sharding_constraint(new, shardings._replace(combine_state=())), metrics
 
-    return jax.jit(
+    def find_sums(state: State, batch: Batch) -> Any:
+        key = step_key(jnp.uint32(0), jnp.int32(0))
+        found = jax.eval_shape(gradients, state.params, state.model_state, key, batch)
+        return find_sum_shapes(found.metrics)
+
+    compiled = jax.jit(
         step,
         in_shardings=(None, placement.batch, NamedSharding(placement.mesh, PartitionSpec())),
         donate_argnums=0,
         compiler_options=placement.compiler_options,
     )
+    return compiled, find_sums
 
 
 class IslandCompute:
-    """What an island computes of its own rows; a `sync.island_sync.Compute`.
+    """What an island computes of its own rows.
 
     Args:
       training: model, loss and optimizer.
@@ -98,9 +102,11 @@ class IslandCompute:
       channel: to the other islands.
       synchronisation: how islands are synchronised.
       start_row: the number of this island's first row in the whole batch.
-      batch: see `make_island_step`.
+      batch: an example, arrays or shapes (microbatches, rows, ...); only needed for gradients in several
+        programs.
 
     Attributes:
+      exchange: the program of the gradients, and the combiners of its parts, if gradients are combined.
       first_row: uint32, the number of this island's first row in a batch; it may change between steps.
     """
 
@@ -115,36 +121,24 @@ class IslandCompute:
     ) -> None:
         self.placement, self.channel, self.first_row = placement, channel, np.uint32(start_row)
         self._whole = NamedSharding(placement.mesh, PartitionSpec())
-        self._gradients: Callable[..., Sums] | None = None
+        self._find_sums: Callable[[State, Batch], Any] | None = None
         if synchronisation.on_deltas:
-            self._gradients = make_gradients(training.model, training.loss, placement)
-            self._step_alone = make_step_alone(training, placement, synchronisation, self._gradients)
-        self._exchange: IslandGradients | None = None
+            self._step_alone, self._find_sums = make_step_alone(training, placement, synchronisation)
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             by = Synchronisation() if synchronisation.on_deltas else synchronisation
             placed = replace(placement, in_parts=channel.num_parts > 1)
             gradients = make_gradients(training.model, training.loss, placed, mean=not by.is_mean)
-            self._exchange = IslandGradients(gradients, placement, channel, by, batch)
+            self.exchange = IslandGradients(gradients, placement, channel, by, batch)
             self._make_update(training)
-
-    @property
-    def exchange(self) -> IslandGradients:
-        """The program of the gradients, and the combiners of its parts."""
-        assert self._exchange is not None
-        return self._exchange
 
     # -- steps with an optimizer of its own --
 
     def find_sum_shapes(self, state: State, batch: Batch) -> Any:
         """Return the shapes of the sums over own steps; () if there are none."""
-        if self._gradients is None:
-            return ()
-        key = step_key(jnp.uint32(0), jnp.int32(0))
-        found = jax.eval_shape(self._gradients, state.params, state.model_state, key, batch)
-        return find_sum_shapes(found.metrics)
+        return () if self._find_sums is None else self._find_sums(state, batch)
 
     def step_alone(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step of this island's own optimizer, see `sync.island_sync.Compute`."""
+        """Run a step of this island's own optimizer."""
         return self._step_alone(state, batch, self.first_row)
 
     # -- steps with combined gradients --
@@ -181,7 +175,7 @@ class IslandCompute:
         )
 
     def step_together(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step that combines gradients once for all microbatches, see `sync.island_sync.Compute`."""
+        """Run a step that combines gradients once for all microbatches."""
         parts, started, combiners = [], [], self.exchange.combiners
         # all parts are started; each is sent when it is computed, while later ones compute
         for part in self.exchange(state, batch, self.first_row):
@@ -218,7 +212,7 @@ class IslandCompute:
 
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the programs of a step: that of its own, or of the gradients and the update."""
-        if self._gradients is not None:
+        if self._find_sums is not None:
             return [self._step_alone.lower(state._replace(combine_state=()), batch, self.first_row)]
         gradients = self.exchange.lowered(state, batch, self.first_row)
         found, own = jax.tree.map(

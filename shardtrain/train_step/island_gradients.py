@@ -1,6 +1,6 @@
 """Compute an island's own gradients in one program or in parts, and make the combiners that send them.
 
-Next: `gradient_parts.py`, the parts; `island_compute.py`, which runs them.
+Next: `gradient_pieces.py`, the parts; `island_compute.py`, which runs them.
 """
 
 import math
@@ -20,16 +20,17 @@ from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
+    GradientPart,
+    GradientParts,
     GradientPiece,
+    Pack,
     PartPlan,
     PiecePlan,
     join_pieces,
     plan_pieces,
 )
-from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_combiner import Channel, IslandCombiner
 from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
@@ -54,8 +55,6 @@ class IslandGradients:
       batch: an example, arrays or shapes; only needed for several parts.
 
     Attributes:
-      labels: names of the entries of a combiner's metric (L,).
-      keeps_state: whether a combiner has a state.
       combiners: the combiner of each part.
       shardings: for each part, name -> sharding of what it sends.
       are_sums: whether gradients are sums over examples, which are divided after they are combined.
@@ -95,8 +94,6 @@ class IslandGradients:
             for part in self._plan
         ]
         self.combiners = [make_combiner(sent) for sent in shapes or [None]]
-        self.labels = [label for each in self.combiners for label in each.labels]
-        self.keeps_state = any(each.keeps_state for each in self.combiners)
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
@@ -129,14 +126,6 @@ class IslandGradients:
         else:
             found, own = self._whole_program(state, batch, first_row)
             yield GradientPart(found.grads, found.count, (found._replace(grads={}), own))
-
-    def init(self) -> list[Any]:
-        """Create the state of the combiners, part by part."""
-        return [each.init() for each in self.combiners]
-
-    def wanted(self) -> list[Any]:
-        """Return the shapes, dtypes and shardings of the state of the combiners."""
-        return [each.wanted() for each in self.combiners]
 
     def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""

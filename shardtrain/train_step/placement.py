@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardtrain import axes
 from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import Model, Tree, group_by_path, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
@@ -95,7 +95,7 @@ class Placement:
       in_float16: whether this island computes in float16, so that its gradients may overflow.
       measures_noise: whether each step measures squared gradient norms for the gradient noise scale.
       accumulate_dtype: dtype in which gradients of several microbatches are added up.
-      in_parts: whether the program of the gradients is cut, see `gradient_parts.py` and `stage_functions.py`.
+      in_parts: whether the program of the gradients is cut, as in `gradient_pieces.py`, `stage_functions.py`.
     """
 
     mesh: Mesh
@@ -209,7 +209,8 @@ def state_specs(
     Raises:
       ValueError: lists everything in which the layout does not fit the model; or a parameter has no elements.
     """
-    abstract = abstract_state(model, optimizer, stages)
+    # the order of blocks changes no shape, unless stages have unequal numbers of them
+    abstract = abstract_state(model, optimizer, None if stages is None or stages.is_plain else stages)
     if scales_loss:
         abstract = abstract._replace(loss_scale=jax.eval_shape(init_loss_scale))
     arrays = name_arrays(model, abstract.params)
@@ -218,8 +219,10 @@ def state_specs(
     # 1. the layout must fit the model: every rule is for a dim of some parameter
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
-    if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
-        raise problems_error("the layout has rules for parameters that the model does not have", useless)
+    refuse(
+        "the layout has rules for parameters that the model does not have",
+        [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known],
+    )
     unplaced = format_unplaced(layout, arrays, sizes)
     layout = complete_layout(layout, arrays, sizes)
     check_experts(arrays, layout.sharded_rules, sizes)

@@ -10,7 +10,7 @@ import jax
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.errors.messages import problems_error, refuse
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.stacking import Partition
@@ -27,11 +27,10 @@ def check_elements(arrays: Mapping[str, NamedArray]) -> None:
       ValueError: lists every parameter without elements, with its shape.
     """
     empty = [f"{path} has shape {named.shape}" for path, named in arrays.items() if 0 in named.shape]
-    if empty:
-        raise problems_error(
-            "the model has parameters without elements; leave them out, or give each dim a size of 1 or more",
-            empty,
-        )
+    refuse(
+        "the model has parameters without elements; leave them out, or give each dim a size of 1 or more",
+        empty,
+    )
 
 
 def check_operators(layout: Layout, sizes: Mapping[str, int], synchronisation: Synchronisation) -> None:
@@ -110,8 +109,7 @@ def check_stages(
             f"it does not update running statistics, and the model has {', '.join(kept)}; use a norm without"
             " them, or --across pipeline"
         )
-    if problems:
-        raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
+    refuse(f"pipeline={num_stages} inside a mesh cannot run this", problems)
 
 
 def check_experts(arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int]) -> None:
@@ -136,12 +134,11 @@ def check_data_axis(sharded: Any) -> None:
       ValueError: parameters are sharded over the data axis.
     """
     specs = jax.tree.leaves_with_path(sharded)
-    if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
-        raise problems_error(
-            "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
-            " use fsdp for that, or combine by 'mean'",
-            wrong,
-        )
+    refuse(
+        "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
+        " use fsdp for that, or combine by 'mean'",
+        [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)],
+    )
 
 
 def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
@@ -152,9 +149,8 @@ def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
     """
     specs = jax.tree.leaves_with_path(sharded)
     of_stages = {path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)}
-    if wrong := sorted(of_stages ^ stacked):
-        raise problems_error(
-            f"a combiner in a pipeline joins whole layers, but the layout shards the dim {axes.LAYERS!r} over"
-            f" other axes; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
-            wrong,
-        )
+    refuse(
+        f"a combiner in a pipeline joins whole layers, but the layout shards the dim {axes.LAYERS!r} over"
+        f" other axes; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
+        sorted(of_stages ^ stacked),
+    )

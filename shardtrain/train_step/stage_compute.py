@@ -5,37 +5,46 @@ updates the parameters that it owns. The logged losses and gradient norm are ove
 `stage_executor.py`.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import mean
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import Tree
+from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
-from shardtrain.train_step.borrowed_parameters import BorrowedParameters
-from shardtrain.train_step.channel import Channel
+from shardtrain.sharding.array_dims import NamedArray, is_dims
+from shardtrain.sharding.resolve import complete_layout
+from shardtrain.sharding.specs import partition_specs
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_totals import find_sum_shapes
-from shardtrain.train_step.owner_transfers import OwnerCombiners
 from shardtrain.train_step.placement import Placement, find_own_shardings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
-from shardtrain.train_step.stage_links import StageLinks, StageSums, gather_losses, sum_losses
-from shardtrain.train_step.stage_programs import CompileTurns, StagePrograms
-from shardtrain.train_step.stage_update import (
+from shardtrain.train_step.stage_links import OwnerCombiners, StageLinks, StageSums, gather_losses, sum_losses
+from shardtrain.train_step.stage_programs import (
+    CompileTurns,
+    StagePrograms,
     StageUpdate,
     make_gradient_programs,
     make_stage_own_update,
     make_update,
 )
 from shardtrain.train_step.state import Metrics, State
+
+if TYPE_CHECKING:
+    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 
 class StageTables(NamedTuple):
@@ -53,16 +62,19 @@ class StageTables(NamedTuple):
 
 
 class StageCompute:
-    """What one stage computes; a `sync.island_sync.Compute`.
+    """What one stage computes.
 
     Args:
       stage_model: the parts of the model on this stage.
       tasks: the tasks of all stages, see `StageTables`.
-      training: how the stage updates its parameters, see `stage_update.StageUpdate`.
+      training: how the stage updates its parameters, see `StageUpdate`.
       placement: the placement of the stage's own parameters on this island.
       links: the connections to other islands.
       synchronisation: how pipelines are synchronised, stage by stage.
       start_row: the first row of this pipeline in the whole batch.
+
+    Attributes:
+      exchange: the combiners of the gradients of this stage, if gradients are combined.
     """
 
     def __init__(
@@ -95,10 +107,9 @@ class StageCompute:
         self._evaluation_executor = StageExecutor(evaluation_table, self._flow, self.mailbox)
         self.gradients = make_gradient_programs(placement)
         # gradients are combined in each step, or in the first ones before deltas are
-        self._exchange: OwnerCombiners | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             combiner = mean() if synchronisation.on_deltas else synchronisation.combiner
-            self._exchange = OwnerCombiners(combiner, placement, owners)
+            self.exchange = OwnerCombiners(combiner, placement, owners)
             self._update = make_update(training, placement)
         self._own_sums: Any = ()
         if synchronisation.on_deltas:
@@ -107,22 +118,16 @@ class StageCompute:
             shardings = shardings._replace(combine_state=())
             self.own_params, self.own_update = make_stage_own_update(training, placement, shardings)
 
-    @property
-    def exchange(self) -> OwnerCombiners:
-        """The combiners of the gradients of this stage."""
-        assert self._exchange is not None
-        return self._exchange
-
     def find_sum_shapes(self, state: State, batch: Batch) -> Any:
         """Return the shapes of the sums over own steps; () if there are none."""
         return self._own_sums
 
     def step_together(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step that combines gradients with other pipelines, see `sync.island_sync.Compute`."""
+        """Run a step that combines gradients with other pipelines."""
         return self._run(state, batch)
 
     def step_alone(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step of this pipeline's own optimizer, see `sync.island_sync.Compute`."""
+        """Run a step of this pipeline's own optimizer."""
         return self._run(state, batch, is_local=True)
 
     def make_executor(self) -> StageExecutor:
@@ -165,7 +170,11 @@ class StageCompute:
         if grid.num_replicas > 1:
             found = self.exchange.combine(grads, combine_state, count, model_state)
             grads, combine_state, combine_metrics, model_state = found
-        found = model_state, totals, self._gather_squares(grads), combine_state, combine_metrics
+        # a combined gradient is the same in all pipelines, but those that are cut differently round its sum
+        # over stages differently: so all take the sum of the first pipeline
+        squares = self._all_gather("gradient norms", float(self.gradients.squares(grads)))
+        norm = np.float32(np.sum(grid.select_replica(squares, 0)))
+        found = model_state, totals, norm, combine_state, combine_metrics
         return self.turns.call("update", self._update, state, grads, *found)
 
     def follow(self, table: Table) -> None:
@@ -197,15 +206,6 @@ class StageCompute:
         losses = {"loss_sum": 0, "count": 0, "metrics": self.stage_model.traced.losses[2]}
         return jax.tree.map(lambda _: 0.0, losses)
 
-    def _gather_squares(self, grads: Tree) -> np.float32:
-        """Return the square of the norm of the gradient of all stages.
-
-        A combined gradient is the same in all pipelines, but pipelines that are cut differently round its sum
-        over stages differently: so all take the sum of the first pipeline.
-        """
-        squares = self._all_gather("gradient norms", float(self.gradients.squares(grads)))
-        return np.float32(np.sum(self.grid.select_replica(squares, 0)))
-
     def _merge_state(self, model_state: Tree, batch: Batch) -> Tree:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""
         if not jax.tree.leaves(model_state):
@@ -214,3 +214,65 @@ class StageCompute:
         real = rows.reshape(len(rows), self.programs.num_replicas, -1).sum((0, 2))
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
         return self.gradients.merged_state(model_state, weights)
+
+
+class BorrowedParameters:
+    """The parameters that a stage borrows from other stages, and the parameters that it lends.
+
+    Args:
+      stage_model: the parts of the model on this stage.
+      placement: the placement of the stage's own parameters on this island.
+      mailbox: to the other stages of this pipeline.
+      first_tag: MPI tags from here on are free.
+    """
+
+    def __init__(
+        self, stage_model: StageModel, placement: Placement, mailbox: "Mailbox", first_tag: int
+    ) -> None:
+        self._stage_model, self._mailbox, self._first_tag = stage_model, mailbox, first_tag
+        self._mesh = placement.mesh
+        self.specs = _find_borrowed_specs(stage_model, placement)
+        self._shapes = group_by_path(stage_model.traced.params)
+
+    def exchange(self, params: Tree) -> Tree:
+        """Send lent parameters, and return the stage's own and borrowed parameters."""
+        found = group_by_path(params)
+        for path, stages in self._stage_model.lent.items():
+            for stage in stages:
+                self._mailbox.send(found[path], stage, self._tag(path))
+        for path, owner in self._stage_model.borrowed.items():
+            shape = self._shapes[path]
+            what = f"parameter {path} from stage {owner}"
+            array = self._mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
+            found[path] = jax.device_put(array, NamedSharding(self._mesh, self.specs[path]))
+        return unflatten_dict(found, sep="/")
+
+    def return_gradients(self, grads: Mapping[str, jax.Array]) -> None:
+        """Send the gradients of borrowed parameters, by path, to their owners."""
+        for path, owner in self._stage_model.borrowed.items():
+            self._mailbox.send(grads[path], owner, self._tag(path))
+
+    def receive_gradients(self) -> list[dict[str, np.ndarray]]:
+        """Receive the gradients of lent parameters: path -> gradient, one dict for each borrower."""
+        found = []
+        for path, stages in self._stage_model.lent.items():
+            for stage in stages:
+                what = f"gradient of {path} from stage {stage}"
+                shape = self._shapes[path].shape
+                grad = self._mailbox.receive(shape, np.float32, stage, self._tag(path), what)
+                found.append({path: grad})
+        return found
+
+    def _tag(self, path: str) -> int:
+        return self._first_tag + sorted(self._stage_model.users).index(path)
+
+
+def _find_borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
+    """Return the specs that borrowed parameters would have if this stage owned them."""
+    whole, dims = group_by_path(stage_model.traced.params), stage_model.model.dims
+    names = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=is_dims)}
+    arrays = {path: NamedArray(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
+    sizes = dict(placement.mesh.shape)
+    layout = complete_layout(placement.layout, arrays, sizes)
+    like = {path: whole[path] for path in arrays}
+    return partition_specs(dict(sorted(arrays.items())), like, layout.parameter_rules, sizes, layout.unnamed)

@@ -161,10 +161,7 @@ class StageFunctions:
         return sums._replace(grads=self._add_grads(part, sums.grads, grads.compute()))
 
     def _run(self, part: int, task: TaskInputs, train: bool) -> tuple[Any, Tree]:
-        run = self._replica_run(part, task.key, train)
-        params = self.stage_model.part_params(task.params, part)
-        rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
-        return self._each_replica(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
+        return self._each_replica(part, self._replica_run(part, task.key, train), task, task.inputs)
 
     def _replica_run(self, part: int, key: jax.Array, train: bool) -> Callable[..., Any]:
         """Return the function (params, model state, first row, batch, inputs) -> values, of one replica."""
@@ -213,12 +210,7 @@ class StageFunctions:
             grads, found = pull(jnp.ones_like(out) if is_last else cotangents)
             return grads, found, (out, *counted) if is_last else (), changed
 
-        params = self.stage_model.part_params(task.params, part)
-        rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
-        in_axes = (None, 0, 0, 0, 0, 0)
-        return self._each_replica(replica, in_axes)(
-            params, task.model_state, *rows, list(task.inputs), list(task.cotangents)
-        )
+        return self._each_replica(part, replica, task, task.inputs, task.cotangents)
 
     def _entering(self, part: int, inputs: Sequence[jax.Array], num_rows: int) -> Any:
         """Make the activations that enter a part; leaves that it does not read are zeros."""
@@ -231,11 +223,15 @@ class StageFunctions:
         return jax.tree.unflatten(structure, found)
 
     def _each_replica(
-        self, function: Callable[..., Any], in_axes: Sequence[int | None]
-    ) -> Callable[..., Any]:
+        self, part: int, function: Callable[..., Any], task: TaskInputs, *values: Sequence[Any]
+    ) -> Any:
+        """Call the function (params, model state, first row, batch, *values) of one replica for all."""
         # a deferred backward is cut in two
-        placement = replace(self.placement, in_parts=True)
-        return map_replicas(function, in_axes, placement, self.stage_model.model.axis_name)
+        placement, in_axes = replace(self.placement, in_parts=True), (None, 0, 0, 0, *[0] * len(values))
+        mapped = map_replicas(function, in_axes, placement, self.stage_model.model.axis_name)
+        params = self.stage_model.part_params(task.params, part)
+        rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
+        return mapped(params, task.model_state, *rows, *map(list, values))
 
     def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
         return self._constrain_grads(

@@ -77,16 +77,11 @@ class Local(NamedTuple):
     model_state: Any = ()
 
 
+@lru_cache(maxsize=8)
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, stages: Partition | None = None
 ) -> State:
     """Return the shapes and dtypes of a state, without the arrays that differ between replicas."""
-    # the order of blocks changes no shape, unless stages have unequal numbers of them
-    return _abstract_state(model, optimizer, None if stages is None or stages.is_plain else stages)
-
-
-@lru_cache(maxsize=8)
-def _abstract_state(model: Model, optimizer: optax.GradientTransformation, stages: Partition | None) -> State:
     return jax.eval_shape(lambda: new_state(model, optimizer, jnp.uint32(0), order_stage_blocks(stages)))
 
 

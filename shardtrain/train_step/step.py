@@ -15,17 +15,22 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import evaluation_key, step_key
+from shardtrain.functional.rng import evaluation_key, row_key, step_key
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.operators import shard_operators
+from shardtrain.pipeline.schedule import forward_only
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
-from shardtrain.train_step.gradients import make_gradients, make_replica_means
+from shardtrain.train_step.each_replica import map_replicas
+from shardtrain.train_step.gradients import ReplicaMeans, make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_losses import make_losses
+from shardtrain.train_step.replica_sums import BoundModel, run_over_stages, split_by_replica
 from shardtrain.train_step.state import Metrics, State, split_fragments
 from shardtrain.train_step.update import (
     Update,
@@ -66,8 +71,13 @@ def make_step(
       changes, and earlier changes of replicas are combined if they are due), metrics of the loss as
       (sum, count), and metrics of the combiner, (L,) by `list_combined_labels`.
     """
-    make = make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
-    compute = make(model, loss, optimizer, placement, start_row)
+    if placement.synchronisation.is_mean:
+        compute = _make_mean_update(model, loss, optimizer, placement, start_row)
+    else:
+        # any other combiner receives the mean gradient of each replica
+        replica_means = make_replica_means(model, loss, placement, start_row)
+        make = make_delta_update if placement.synchronisation.on_deltas else _make_combined_update
+        compute = make(replica_means, optimizer, placement)
     # earlier changes of replicas are combined also if this step is skipped
     merge = make_merge(placement, last_step) if placement.synchronisation.keeps_drift else None
 
@@ -94,33 +104,34 @@ def compile_step(step: Step, placement: Placement) -> Step:
     )
 
 
-def _make_gradient_update(
+def _make_mean_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Callable[[State, Batch], tuple[Update, Metrics]]:
+    """Make the computation of a step that sums the gradients of replicas, and needs none of them alone."""
+    gradients = make_gradients(model, loss, placement)
+
+    def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
+        key = step_key(state.seed, state.step)
+
+        def compute(params: Any) -> Sums:
+            scale = get_scale(state.loss_scale)
+            return gradients(params, state.model_state, key, batch, start_row, scale)
+
+        found = compute(state.params)
+        metrics = compute_gradient_metrics(found)
+
+        def update(state: State) -> State:
+            return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
+
+        return update, metrics
+
+    return summed
+
+
+def _make_combined_update(
+    replica_means: ReplicaMeans, optimizer: optax.GradientTransformation, placement: Placement
+) -> Callable[[State, Batch], tuple[Update, Metrics]]:
     """Make the computation of a step that combines gradients over replicas and updates once."""
-    # a mean sums the gradients of replicas: the gradient of each replica is not needed
-    if placement.synchronisation.is_mean:
-        gradients = make_gradients(model, loss, placement)
-
-        def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
-            key = step_key(state.seed, state.step)
-
-            def compute(params: Any) -> Sums:
-                scale = get_scale(state.loss_scale)
-                return gradients(params, state.model_state, key, batch, start_row, scale)
-
-            found = compute(state.params)
-            metrics = compute_gradient_metrics(found)
-
-            def update(state: State) -> State:
-                return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
-
-            return update, metrics
-
-        return summed
-
-    # any other combiner receives the mean gradient of each replica
-    replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     # all trained parameters are one fragment
     (fragment,) = split_fragments(placement.synchronisation, specs)
@@ -166,10 +177,14 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
       it, so they do not depend on the mesh; `first_row` is the number of the batch's first row if it is a
       part of a larger batch.
     """
-    losses = make_losses(model, loss, placement)
+    make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
+    losses = make(model, loss, placement)
 
     def evaluate(state: State, batch: Batch, number: jax.Array, first_row: jax.Array) -> Metrics:
-        return losses(state.params, state.model_state, evaluation_key(number), first_row, batch).logged
+        first_rows, batch = split_by_replica(batch, first_row, placement)
+        given = (state.params, state.model_state, evaluation_key(number), first_rows, batch)
+        loss_sum, count, metrics = losses(*given)
+        return Sums(loss_sum, count, metrics, {}).logged
 
     whole = NamedSharding(placement.mesh, PartitionSpec())
     compiled = jax.jit(
@@ -181,3 +196,45 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
     return lambda state, batch, number=0, first_row=0: compiled(
         state, batch, np.uint32(number), np.uint32(first_row)
     )
+
+
+def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Any]:
+    """Make the function that maps over microbatches, each through the whole model."""
+
+    def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
+        rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
+        bound = BoundModel(model, params, model_state, rng, train=False)
+        found = sum_loss(loss, bound, batch, train=False)
+        if "weights" not in batch:
+            return found
+        # some losses compute a mean over rows, which is NaN without rows
+        has_rows = (batch["weights"] != 0).any()
+        return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
+
+    # held-out losses may lack an operator
+    sharded = shard_operators(replica, placement.layout.operators, placement.mesh.shape, strict=False)
+    each = map_replicas(sharded, (None, None, None, 0, 0), placement, model.axis_name)
+
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
+        rules = placement.layout.rules_of_replica()
+        with activation_rules(rules, placement.mesh, *placement.layout.tracing):
+            found = jax.lax.map(lambda given: each(params, model_state, key, *given), (first_rows, batch))
+        return jax.tree.map(lambda x: x.sum((0, 1)), found)
+
+    return compute
+
+
+def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Any]:
+    """Make the function that runs a pipeline forward; such models have no state."""
+    stages = placement.stages
+    assert stages is not None
+
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
+        table = forward_only(
+            stages.num_stages, len(first_rows), stages.num_chunks, lockstep=True, placement=stages.placement
+        )
+        staged = run_over_stages(model, loss, placement, table, has_own=False, has_grads=False)
+        found = staged(params, key, first_rows, batch)
+        return jax.tree.map(lambda x: x.sum(0), found[:3])
+
+    return compute

@@ -35,7 +35,7 @@ from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks import DEFAULT_SINKS, sink_problems
-from shardtrain.trainer.batch_growth import growth_problems, noise_problems
+from shardtrain.trainer.feed import growth_problems
 from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
 from shardtrain.trainer.strategy import Strategy
@@ -256,7 +256,7 @@ def _wrong_values(run: Run) -> list[str]:
             "share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
             " batches have several; give each island a number of tokens, such as --share-limits 2048,4096"
         )
-    problems += [*growth_problems(run), *noise_problems(run)]
+    problems += [*growth_problems(run), *_noise_problems(run)]
     problems += sink_problems(run.sinks)
     if parse_checked_rows(run.check_layout) is None:
         problems.append(f"check_layout is {run.check_layout!r}; use auto, off, or a number of rows: rows=2")
@@ -341,3 +341,25 @@ def _scalar(value: Any) -> Any:
 def run_text(description: Mapping[str, Any]) -> str:
     """Format a description as text, one option per line: `batch = 32`."""
     return "".join(f"{name} = {value!r}\n" for name, value in description.items())
+
+
+def _noise_problems(run: Run) -> list[str]:
+    """Return why a run cannot measure the gradient noise scale, one line each."""
+    if not run.gradient_noise_scale:
+        return []
+    synchronisation, given = run.strategy.synchronisation, "gradient_noise_scale is on, with"
+    needs = (
+        "whose result is not the mean of all examples' gradients, and its norm is needed; use --combine mean"
+        " on gradients, with inside mean"
+    )
+    found = []
+    if not synchronisation.is_mean:
+        found.append(f"{given} combine {synchronisation.by!r} on {synchronisation.on}, {needs}")
+    if synchronisation.inside != "mean":
+        found.append(f"{given} inside {synchronisation.inside!r}, {needs}")
+    if run.strategy.across.axis == PIPELINE:
+        found.append(
+            f"{given} across 'pipeline', where each stage knows the norms of its own parameters only; use a"
+            " pipeline inside a mesh (--mesh pipeline=2,data=2)"
+        )
+    return found

@@ -4,25 +4,20 @@ A run of one island makes the same calls, without any exchange. The state is exc
 `synchronisation.py`. Next: `train.py`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from shardtrain.checkpoints.processes import gather_alone
-from shardtrain.data import RowSplit, split_over_islands
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.pipeline.stacking import owner_groups
-from shardtrain.plan.devices import find_device
-from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.stage_links import PipelineGrid
+from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import RunSetup
 
@@ -31,24 +26,6 @@ AGREEMENT_SECONDS = 600.0
 
 LONG_SECONDS = 5 * 60 * 60.0
 """Seconds to wait for a rank that reads data, or finishes a checkpoint, which may take 4 hours."""
-
-
-class BatchSplit(NamedTuple):
-    """How the rows of a batch are split over islands, or over pipelines of islands.
-
-    Args:
-      weights: the weight of each.
-      multiples: the number of rows that each can split without padding.
-      own: the index of this one.
-    """
-
-    weights: Sequence[float]
-    multiples: Sequence[int]
-    own: int
-
-    def rows(self, num_rows: int, limits: Sequence[int] | None = None) -> list[int]:
-        """Split a number of rows, see `split_over_islands`."""
-        return split_over_islands(num_rows, self.weights, self.multiples, limits)
 
 
 class StepVote(NamedTuple):
@@ -149,49 +126,6 @@ class Coordination:
         if self.is_chief is not None:
             return self.is_chief()
         return (self.island if self.grid is None else self.grid.replica) == 0
-
-    def split(
-        self,
-        weights: Sequence[float] | None,
-        mesh: Mesh,
-        batch_axes: Sequence[str],
-        microbatches: int,
-    ) -> BatchSplit:
-        """Return how the rows of batches are split over islands, or pipelines of islands.
-
-        Args:
-          weights: the weight of each island's share; None takes the peak rates of its devices if those of all
-            islands are known, else their number.
-          mesh, batch_axes, microbatches: of this island.
-
-        Raises:
-          ValueError: there are not as many weights as islands.
-        """
-        unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
-        if self.islands is None:
-            if weights is not None and len(weights) != 1:
-                raise ValueError(
-                    f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
-                    f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
-                )
-            return BatchSplit([1], [unit], 0)
-        device = find_device(mesh.devices.flat[0].device_kind)
-        rate = device and device.matrix_flops_per_second
-        found = self.all_gather_islands("rows", [mesh.devices.size, unit, rate])
-        rates_known = all(rate for _, _, rate in found)
-        found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
-        replica = self.island
-        if (grid := self.grid) is not None:
-            # all stages of a pipeline work on the same rows
-            pipelines = [grid.select_replica(found, i) for i in range(grid.num_replicas)]
-            found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
-            replica, unit = grid.replica, found[grid.replica][1]
-        if weights is not None and len(weights) != len(found):
-            raise ValueError(
-                f"shares has {len(weights)} weights, and there are {len(found)}"
-                f" {'islands' if self.grid is None else 'pipelines'}; give one each"
-            )
-        return BatchSplit(weights or [n for n, _ in found], [unit for _, unit in found], replica)
 
     def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> list[Any]:
         """Return the values of all ranks, by rank."""

@@ -10,12 +10,9 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
@@ -29,7 +26,6 @@ from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
 from shardtrain.elastic.run_files import EPOCHS, RunFiles
-from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
@@ -38,7 +34,6 @@ from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json
-from shardtrain.train_step.elastic_exchange import find_exchange_problems
 from shardtrain.train_step.elastic_program import ElasticProgram
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.state import State
@@ -63,53 +58,6 @@ ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 
 class IslandEnded(Exception):
     """This island is no member any more, or never was; the same command joins the run again."""
-
-
-def prepare_elastic(run: Run, has_mpi: bool) -> Run:
-    """Return a run as islands that come and go train it: slots are its microbatches.
-
-    Args:
-      run: the run.
-      has_mpi: whether several processes were launched together.
-
-    Raises:
-      ValueError: lists every option that it cannot have.
-    """
-    strategy = run.strategy
-    wrong = {
-        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
-        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
-        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
-        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
-        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
-        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
-        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
-        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
-        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
-        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
-        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
-    }
-    problems = [name for name, is_given in wrong.items() if is_given]
-    problems += find_exchange_problems(strategy.synchronisation)
-    if run.steps % (every := strategy.synchronisation.every):
-        problems.append(
-            f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
-            f" use {run.steps // every * every or every}"
-        )
-    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
-    if has_mpi or jax.process_count() > 1:
-        raise ValueError(
-            "--elastic is given, and several processes were started together; start each island alone:"
-            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
-        )
-    if find_spec("cryptography") is None:
-        raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
-    # a slot is a replica, unless gradients are only added up
-    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
-    slots = run.elastic.slots or replicas
-    elastic = replace(run.elastic, slots=slots)
-    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
-    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
 
 
 class ElasticRun:
@@ -195,7 +143,16 @@ class ElasticRun:
         self._island = self._make_island(init())
         name = self._island.member.me.name
         checkpoints.checkpoints.set_writer(name, self.may_write)
-        self._describe()
+        device = self._setup.mesh.devices.flat[0]
+        own = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "mesh": dict(self._setup.mesh.shape),
+            "device": device.device_kind,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            "started": time.time(),
+        }
+        self._files.describe_member(name, own)
         self._island.start()
         step = self._island.join()
         self._output.release(self.is_chief(), name)
@@ -203,9 +160,10 @@ class ElasticRun:
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
         if step is None:
             step = self._island.member.step
-        self.watched = [
-            line for done, metrics in self._program.recent for line in self._list_lines(done, metrics)
-        ]
+        for done, metrics in self._program.recent:
+            # as `step` returns them, of the steps until an exchange
+            first = (done - 1) // self._every * self._every + 1
+            self.watched += [*((each, NO_METRICS) for each in range(first, done)), (done, metrics)]
         self._was_chief, self._done = self.is_chief(), step
         return StartPoint(
             state=self._program.state,
@@ -272,11 +230,6 @@ class ElasticRun:
         self._show()
         return self._program.state, self._program.metrics if is_last else NO_METRICS
 
-    def _list_lines(self, done: int, metrics: Metrics) -> list[tuple[int, Metrics]]:
-        """Return steps and metrics as `step` returns them, of the steps until an exchange."""
-        first = (done - 1) // self._every * self._every + 1
-        return [*((step, NO_METRICS) for step in range(first, done)), (done, metrics)]
-
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""
         while self.island.advance() is not None:
@@ -296,7 +249,10 @@ class ElasticRun:
         Raises:
           ValueError: the diff.
         """
-        path = self._folder / ELASTIC / FACTS.format(self._find_founded())
+        # of the newest epoch for which the founder has written its facts; 0 if none
+        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
+        founded = max((int(text) for text in texts if text.isdecimal()), default=0)
+        path = self._folder / ELASTIC / FACTS.format(founded)
         found = read_json(path, MOST_FACTS_BYTES)
         if not (isinstance(found, dict) and isinstance(found.get("facts"), dict)):
             raise ValueError(f"{path} is not what the first island of a run writes; use another --run-dir")
@@ -304,11 +260,6 @@ class ElasticRun:
         title = f"this island cannot join the run in {self._folder}:"
         if text := disagreement([found["facts"], self._facts["facts"]], names, title=title):
             raise ValueError(text)
-
-    def _find_founded(self) -> int:
-        """Return the number of the newest epoch for which the founder has written its facts; 0 if none."""
-        texts = [path.stem.rpartition("-")[2] for path in (self._folder / ELASTIC).glob(FACTS.format("*"))]
-        return max((int(text) for text in texts if text.isdecimal()), default=0)
 
     def find(self) -> int:
         """Return the step of the newest valid checkpoint; void ones are deleted."""
@@ -374,18 +325,6 @@ class ElasticRun:
         }
 
     # -- what others see -----------------------------------------------------------------------------------
-
-    def _describe(self) -> None:
-        device = self._setup.mesh.devices.flat[0]
-        facts = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "mesh": dict(self._setup.mesh.shape),
-            "device": device.device_kind,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
-            "started": time.time(),
-        }
-        self._files.describe_member(self.island.member.me.name, facts)
 
     def _find_digest(self, step: int) -> str:
         """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""

@@ -107,7 +107,11 @@ def make_evaluation(
         for name, prefix in zip(heldout, loaders, strict=True):
             loss = means.get(f"{prefix}loss", Mean()).value
             if loss is None:
-                raise ValueError(no_count_text(name, len(metrics[prefix])))
+                raise ValueError(
+                    f"{heldout_text(name)} has no loss: every weight in its first {len(metrics[prefix])}"
+                    " batches is 0; give data with rows or tokens that count, evaluate more batches, or hold"
+                    " nothing out"
+                )
             if math.isnan(loss):
                 bad = [i for i, x in enumerate(metrics[prefix]) if math.isnan(x["loss_sum"])]
                 first = started[prefix][bad[0]][1] if bad else None
@@ -129,14 +133,6 @@ def _start_batches(
             found.append((metrics, position or FIRST_POSITION))
             position = after
     return found
-
-
-def no_count_text(name: str, num_batches: int) -> str:
-    """Return the message about a held-out set in which no row or token counts."""
-    return (
-        f"{heldout_text(name)} has no loss: every weight in its first {num_batches} batches is 0; give data"
-        " with rows or tokens that count, evaluate more batches, or hold nothing out"
-    )
 
 
 def nan_loss_text(name: str, bad: Sequence[int], num_batches: int, why: Sequence[str]) -> str:

@@ -1,23 +1,30 @@
 """Derive the run of one island: apply its section of the strategy, and scale it to the number of replicas.
 
+Islands that come and go train it with slots instead of microbatches.
+
 Next: `prepared_run.py`, which sets it up.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
+from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.islands.sections import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.train_step.elastic_exchange import find_exchange_problems
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    pass
 
 
 def make_island_run(run: Run, coordination: Coordination, output: RunConsole) -> Run:
@@ -32,7 +39,17 @@ def make_island_run(run: Run, coordination: Coordination, output: RunConsole) ->
       ValueError: a section of the strategy is for no island, or replicas cannot be combined as it says.
     """
     strategy = _own_strategy(run.strategy, coordination, output)
-    strategy = _simplify(strategy, coordination.num_islands, output)
+    # batches in flight do not see each other's updates, in waves of one step neither
+    is_flushed = strategy.pipeline.in_flight == 1
+    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
+    if found.distance is not None and coordination.num_islands == 1:
+        output.note(
+            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
+            " steps (launch several: shardtrain launch --islands N)"
+        )
+    if found is not strategy.synchronisation:
+        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
+    strategy = replace(strategy, synchronisation=found)
     run = _apply_measured_shares(replace(run, strategy=strategy), coordination, output)
     return _scale(run, coordination, output)
 
@@ -60,21 +77,6 @@ def _own_strategy(strategy: Strategy, coordination: Coordination, output: RunCon
     return strategy.select_island(*own)
 
 
-def _simplify(strategy: Strategy, num_islands: int, output: RunConsole) -> Strategy:
-    """Return the strategy with waves of one step, in which no island may be ahead, as every-step."""
-    # batches in flight do not see each other's updates, in waves of one step neither
-    is_flushed = strategy.pipeline.in_flight == 1
-    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
-    if found.distance is not None and num_islands == 1:
-        output.note(
-            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
-            " steps (launch several: shardtrain launch --islands N)"
-        )
-    if found is not strategy.synchronisation:
-        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
-    return replace(strategy, synchronisation=found)
-
-
 class IslandDevices(NamedTuple):
     """The devices of an island.
 
@@ -89,42 +91,31 @@ class IslandDevices(NamedTuple):
     dtype: str | None = None
 
 
-def format_measured_shares(run: Run, islands: Sequence[IslandDevices]) -> str | None:
-    """Return why shares are measured although the run does not ask for it, or None if they are not.
+def _apply_measured_shares(run: Run, coordination: Coordination, output: RunConsole) -> Run:
+    """Return the run with `shares` and `share_limits` "auto" where that is the default; say so.
 
     Shares are measured by default if islands differ, the split of a batch changes nothing but rounding, and
     the rows that fit the memory of each island can be measured.
-
-    Args:
-      run: as an island trains it.
-      islands: the devices of each.
     """
-    strategy, differ = run.strategy, len({(each.kind, each.number) for each in islands}) > 1
+    strategy, across = run.strategy, run.strategy.across
+    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), strategy.compute_dtype)
+    every = coordination.all_gather_islands("devices of islands", own)
+    islands = [IslandDevices(*each) for each in every]
+    differ = len({(each.kind, each.number) for each in islands}) > 1
     splits_alike = strategy.synchronisation.is_mean and len({each.dtype for each in islands}) == 1
-    if not differ or strategy.across.shares is not None or strategy.across.axis != "data":
-        return None
+    if not differ or across.shares is not None or across.axis != "data":
+        return run
     if not splits_alike or run.batch_unit == "tokens" or run.batch_growth:
-        return None
+        return run
     each = "; ".join(f"{one.number} x {one.kind}" for one in islands)
-    return (
+    output.note(
         f"islands differ ({each}): their rows follow the measured speed (--shares auto), within what fits"
         " their memory; weights, such as"
         f" --shares {','.join(str(one.number) for one in islands)}, keep them as they are"
     )
-
-
-def _apply_measured_shares(run: Run, coordination: Coordination, output: RunConsole) -> Run:
-    """Return the run with `shares` and `share_limits` "auto" where that is the default; say so."""
-    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), run.strategy.compute_dtype)
-    every = coordination.all_gather_islands("devices of islands", own)
-    text = format_measured_shares(run, [IslandDevices(*each) for each in every])
-    if text is None:
-        return run
-    output.note(text)
-    across = run.strategy.across
     limits = "auto" if across.share_limits is None else across.share_limits
     across = replace(across, shares="auto", share_limits=limits)
-    return replace(run, strategy=replace(run.strategy, across=across))
+    return replace(run, strategy=replace(strategy, across=across))
 
 
 def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
@@ -148,3 +139,50 @@ def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return scaled
+
+
+def prepare_elastic(run: Run, has_mpi: bool) -> Run:
+    """Return a run as islands that come and go train it: slots are its microbatches.
+
+    Args:
+      run: the run.
+      has_mpi: whether several processes were launched together.
+
+    Raises:
+      ValueError: lists every option that it cannot have.
+    """
+    strategy = run.strategy
+    wrong = {
+        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
+        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
+        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
+        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
+        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
+        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
+        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
+        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
+        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
+        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
+        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
+    }
+    problems = [name for name, is_given in wrong.items() if is_given]
+    problems += find_exchange_problems(strategy.synchronisation)
+    if run.steps % (every := strategy.synchronisation.every):
+        problems.append(
+            f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
+            f" use {run.steps // every * every or every}"
+        )
+    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
+    if has_mpi or jax.process_count() > 1:
+        raise ValueError(
+            "--elastic is given, and several processes were started together; start each island alone:"
+            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
+        )
+    if find_spec("cryptography") is None:
+        raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
+    # a slot is a replica, unless gradients are only added up
+    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
+    slots = run.elastic.slots or replicas
+    elastic = replace(run.elastic, slots=slots)
+    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
+    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardtrain import axes
-from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
+from shardtrain.axes import TENSOR
 from shardtrain.data import Batch, place, process_rows
-from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
@@ -26,7 +25,6 @@ from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import list_equations
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
@@ -78,8 +76,9 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     rows_of_device = parse_checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.grid is not None:
         return
-    operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 1))
-    unusual = sorted(operations - COVERED)
+    program = trace_loss(setup.whole_model, run.loss, load_first_rows(batches, 1), 2)
+    traced = [each.equation for each in list_equations(program)]
+    unusual = sorted({equation.primitive.name for equation in traced} - COVERED)
     if not (asked or unusual):
         return
     began_seconds = time.monotonic()
@@ -88,21 +87,17 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     num_devices = math.prod(setup.mesh.shape[axis] for axis in setup.placement.layout.batch_axes)
     rows = load_first_rows(batches, rows_of_device * num_devices * num_microbatches)
     differences = _compare(run, setup, rows, num_microbatches)
-    wrong = {path: off for path, off in differences.items() if not off <= TOLERANCES[float_bytes]}
+    # rounding is that of the narrowest floats
+    dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
+    floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    most = TOLERANCES[min([4, *floats])]
+    wrong = {path: off for path, off in differences.items() if not off <= most}
     if wrong:
         raise ValueError(_difference_text(sizes, wrong, len(differences), unusual))
     note(
         f"layout checked: the gradients of {len(next(iter(rows.values())))} rows equal those of one device"
         f" up to {max(differences.values()):.0e} ({time.monotonic() - began_seconds:.1f} s)"
     )
-
-
-def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str], int]:
-    """Return the operations of the training loss, and the bytes of its narrowest floats: 2 or 4."""
-    traced = [each.equation for each in list_equations(trace_loss(setup.whole_model, run.loss, rows, 2))]
-    dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
-    floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return {equation.primitive.name for equation in traced}, min([4, *floats])
 
 
 def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:
@@ -124,7 +119,12 @@ def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> d
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
 
     expected = jax.tree.map(on_mesh, expected, placement.specs.sharded)
-    largest, off = jax.device_get(jax.jit(_largest_differences)(found, expected))
+
+    def largest_differences(found: Any, expected: Any) -> tuple[Any, Any]:
+        largest = jax.tree.map(lambda x: jnp.max(jnp.abs(x)), expected)
+        return largest, jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)), found, expected)
+
+    largest, off = jax.device_get(jax.jit(largest_differences)(found, expected))
     least = LEAST * max(map(float, jax.tree.leaves(largest)))
     scale = jax.tree.map(lambda x: max(float(x), least, float(jnp.finfo(jnp.float32).tiny)), largest)
     relative = jax.tree.map(lambda x, scale: float(x) / scale, off, scale)
@@ -139,12 +139,6 @@ def _gradients(run: Run, model: Model, placement: Placement, rows: Batch, microb
     gradients = make_gradients(model, run.loss, placement)
     compute = jax.jit(gradients, compiler_options=placement.compiler_options)
     return compute(state.params, state.model_state, step_key(state.seed, state.step), batch).grads
-
-
-def _largest_differences(found: Any, expected: Any) -> tuple[Any, Any]:
-    """Return the largest entry of each expected array, and of the difference of the found one; for jit."""
-    largest = jax.tree.map(lambda x: jnp.max(jnp.abs(x)), expected)
-    return largest, jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)), found, expected)
 
 
 def _difference_text(
@@ -194,28 +188,3 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
             " context times tensor does not divide the positions of its sequences; or the layout has rules"
             " that shard residual_seq, heads or mlp otherwise. Set collective_matmul = false"
         )
-
-
-def has_permutes(mesh: Mesh, *, sequence_sharded: bool) -> bool:
-    """Return whether a mesh has a pipeline over sharded sequences, which `check_permutes` checks."""
-    over_tensor = sequence_sharded and mesh.shape[TENSOR] > 1
-    return mesh.shape[PIPELINE] > 1 and (mesh.shape[CONTEXT] > 1 or over_tensor)
-
-
-def check_permutes(program: jax.stages.Lowered) -> None:
-    """Compile the step of a pipeline over sharded sequences, and check it.
-
-    Args:
-      program: the program of the step.
-
-    Raises:
-      ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
-    """
-    refuse(
-        "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
-        " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
-        " model computes, as in logits[:, 1:], use whole sequences, by"
-        " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
-        " use --across pipeline, or context=1 and no --sequence-sharded",
-        permutes_in_branches(program.compile().as_text() or ""),
-    )

@@ -5,7 +5,7 @@ that the loop uses are in `session.py`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.report.sinks.sink import Sink
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
 from shardtrain.trainer.elastic_run import IslandEnded
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -83,16 +83,14 @@ class _Loop:
         self.saving: int | None = None
         if self.prepared.elastic is not None:
             self.prepared.elastic.save_state = self._save_written
-            self._log_watched(self.prepared.elastic.watched)
-
-    def _log_watched(self, watched: Sequence[tuple[int, Metrics]]) -> None:
-        """Log the steps that this island watched before it joined, with the evaluation of the last one."""
-        for step, metrics in watched:
-            self.log.add(step, metrics)
-        evaluates = bool(watched) and self._is_evaluated()
-        self.log.catch_up(keep_newest=evaluates)
-        if evaluates:
-            self._evaluate_newest()
+            # the steps that this island watched before it joined, with the evaluation of the last one
+            watched = self.prepared.elastic.watched
+            for step, metrics in watched:
+                self.log.add(step, metrics)
+            evaluates = bool(watched) and self._is_evaluated()
+            self.log.catch_up(keep_newest=evaluates)
+            if evaluates:
+                self._evaluate_newest()
 
     def _is_evaluated(self) -> bool:
         every = round_evaluation_interval(self.run)
@@ -338,7 +336,8 @@ def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_log
       sink: receives the metrics.
       is_logged: whether the metrics of the step are written, or another process writes them.
     """
-    step, unlogged = start.step, None if is_logged else start.unlogged
+    # metrics of the step that were not written because its evaluation did not finish
+    step, unlogged = start.step, None if is_logged else start.extra.get(UNLOGGED)
     if not session.prepared.coordination.any_rank("an evaluation was cut short", unlogged is not None):
         return
     with _evaluating(session):

@@ -21,8 +21,14 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
 from shardtrain.jaxpr.forward import dependencies
-from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
-from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
+from shardtrain.trainer.row_coupling import (
+    NORMALIZATION,
+    PARTS,
+    ROWS,
+    compute_row_difference,
+    coupling_text,
+    find_couplings,
+)
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of traced rows; a dim that the prime divides counts rows."""

@@ -118,8 +118,16 @@ class MetricLog:
             self._handle_skipped(step, loss.value, values, of_many)
         elif updated:
             self._num_skipped, self.trained = 0, True
-            self._detect_spike(step, loss.value)
-            self._count_update(float(values["grad_norm"]))
+            if self._spikes is not None and loss.value is not None:
+                limit = self._spikes.limit()
+                if self._spikes.add(loss.value):
+                    text = f"the loss of step {step} is {loss.value:.4f}, above {limit:.4f}: a spike"
+                    self.fault = self.fault or RollBack(step, text)
+            # whether its gradient was clipped, as `optax.clip_by_global_norm` decides
+            clipped = None if self._clip is None else float(values["grad_norm"]) >= self._clip
+            if clipped is not None:
+                self._clipped += Mean(sum=clipped, count=1)
+            self._session.totals.updated(clipped)
         if of_many or not skipped:
             self._merge(loss, values)
         if step % self._run.log_every and not (always or keep):
@@ -142,13 +150,6 @@ class MetricLog:
         square, trace = (pairs.get(f"gradient_{name}", Mean()).value for name in ("square", "trace"))
         if square is not None and trace is not None:
             self._noise = self._noise.smooth(GradientNoise(square, trace))
-
-    def _count_update(self, grad_norm: float) -> None:
-        """Count an update, and whether its gradient was clipped, as `optax.clip_by_global_norm` decides."""
-        clipped = None if self._clip is None else grad_norm >= self._clip
-        if clipped is not None:
-            self._clipped += Mean(sum=clipped, count=1)
-        self._session.totals.updated(clipped)
 
     def _line(self, values: Metrics, skipped: bool) -> dict[str, float]:
         """Return the line of metrics since the last one, and start the next."""
@@ -181,15 +182,6 @@ class MetricLog:
         self._sink.write(step, line)
         self._session.output.update(step, line)
         self._session.hooks.log(step, line)
-
-    def _detect_spike(self, step: int, loss: float | None) -> None:
-        if self._spikes is None or loss is None:
-            return
-        limit = self._spikes.limit()
-        if self._spikes.add(loss):
-            self.fault = self.fault or RollBack(
-                step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"
-            )
 
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
         self._num_skipped += 1

@@ -5,7 +5,7 @@ Everything that can be refused is refused here. Next: `train.py`.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,19 +33,18 @@ from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State, split_fragments
 from shardtrain.train_step.step import Step, list_combined_labels, make_step
-from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
-from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader, prepare_elastic
-from shardtrain.trainer.feed import Feed
+from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader
+from shardtrain.trainer.feed import Feed, growth_by_step
 from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
-from shardtrain.trainer.island_run import make_island_run
+from shardtrain.trainer.island_run import make_island_run, prepare_elastic
 from shardtrain.trainer.layout_check import check_layout, check_sequences
 from shardtrain.trainer.loss_trace import check_trace
-from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.restore_state import VALUES, compute_initial_values
 from shardtrain.trainer.row_shares import RowShares, fit_to_memory
+from shardtrain.trainer.run_folder import make_mark
 from shardtrain.trainer.run_step import bridge_text, check_programs, make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import (
     FIRST_POSITION,
@@ -123,7 +122,14 @@ class PreparedRun:
             assert isinstance(batches, Batches)
             self.elastic = ElasticRun(run, folder, setup, batches, output)
             stack.callback(self.elastic.close)
-        self.coordination = coordination = _make_coordination(run, setup, islands, self.elastic)
+        if self.elastic is not None:
+            coordination = Coordination(is_chief=self.elastic.is_chief)
+        elif islands is not None and islands.placement.num_islands > 1:
+            transfer, owners = make_transfers(run, setup, islands)
+            # the stages of a pipeline take different times by nature, so they are not compared
+            stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
+            coordination = Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
+        self.coordination = coordination
         stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
         self.shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
         loader = self.shares.loader(batches)
@@ -144,9 +150,7 @@ class PreparedRun:
         if coordination.is_first and not self.elastic:
             self._row_seconds_at_peak = compute_row_seconds_at_peak(run, first, devices, output.note)
         if run.strategy.across.share_limits == "auto" and self.island_step is not None:
-            loader = fit_to_memory(
-                coordination, self.shares, loader, self.island_step, self.wanted, self._batch, output.note
-            )
+            loader = fit_to_memory(self, loader, self._batch, output.note)
         if self.elastic is not None:
             loader = PositionLoader(**{each.name: getattr(loader, each.name) for each in fields(Loader)})
         self.feed = Feed(loader, self._make_later_loaders(source))
@@ -185,7 +189,13 @@ class PreparedRun:
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
         source, self.heldout = coordination.run_in_turn("data", lambda: open_sources(run, self.folder))
         # the pipeline decides which collective calls follow, so compare it before them
-        coordination.check_agreement(select_pipeline_facts(self.description))
+        facts = {
+            f"run/{name}": value
+            for name, value in self.description.items()
+            if name.startswith(("strategy.across.", "strategy.pipeline."))
+        }
+        # other islands receive JSON, in which a tuple is a list
+        coordination.check_agreement(json.loads(json.dumps(facts)))
         self.run = run = apply_stage_cut(run, source, coordination, output)
         self.setup = _make_setup(run, source, coordination, output)
         if not isinstance(run.optimizer, Optimizer):
@@ -235,9 +245,7 @@ class PreparedRun:
         self.barriers = make_barrier_schedule(run)
         wave_log = WaveLog(self.folder, self.coordination.island, note)
         stack.callback(wave_log.close)
-        self.island_step = make_multi_island_step(
-            run, setup, self.coordination, loader, self._batch, self.shares, self.barriers, wave_log
-        )
+        self.island_step = make_multi_island_step(self, loader, self._batch, wave_log)
         self.wanted = restorable_state(setup.placement)
         if self.elastic is not None:
             self.step: Step = self.elastic.step
@@ -253,9 +261,8 @@ class PreparedRun:
             self.step, self.wanted = self.island_step, self.island_step.wanted(self.wanted, self._batch)
         # the check compiles the program of a pipeline, where XLA may end the process already
         with self.mark.running("the training step"):
-            check_programs(run, setup, self.coordination, self.step, self.wanted, self._batch)
-        num_programs = run.strategy.across.num_gradient_programs
-        if text := bridge_text(self.coordination, self.island_step, num_programs):
+            check_programs(self, self._batch)
+        if text := bridge_text(self):
             note(text)
 
     def _make_later_loaders(self, source: Any) -> dict[int, Loader]:
@@ -294,38 +301,6 @@ def _make_setup(run: Run, source: Any, coordination: Coordination, output: RunCo
             " (GroupNorm, LayerNorm), or experts with over=sequence and without bias"
         )
     return setup
-
-
-def _make_coordination(
-    run: Run, setup: RunSetup, islands: Islands | None, elastic: ElasticRun | None
-) -> Coordination:
-    """Connect this island to the others."""
-    if elastic is not None:
-        return Coordination(is_chief=elastic.is_chief)
-    if islands is None or islands.placement.num_islands == 1:
-        return Coordination(islands)
-    transfer, owners = make_transfers(run, setup, islands)
-    # the stages of a pipeline take different times by nature, so they are not compared
-    stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
-    return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
-
-
-def select_pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide what islands exchange before they compare all their facts.
-
-    Args:
-      description: the run, from `config.describe`.
-
-    >>> select_pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
-    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
-    """
-    found = {
-        f"run/{name}": value
-        for name, value in description.items()
-        if name.startswith(("strategy.across.", "strategy.pipeline."))
-    }
-    # other islands receive JSON, in which a tuple is a list
-    return json.loads(json.dumps(found))
 
 
 def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,11 @@ class _ParameterFiles:
     def start(self, stored: StoredArray, path: str, source: Any, array: np.ndarray, target: Any) -> Any:
         parameter = self._parameters[path.removeprefix(PARAMS)]
         if stored.leaf.num_bytes > MOST_KEPT_BYTES and parameter.stack:
-            _fill_one_by_one(parameter, source, array[target])
+            # one of its arrays in memory at a time
+            stack, filled = parameter.stack, array[target]
+            numbers = np.arange(math.prod(stack)).reshape(stack)[source[: len(stack)]]
+            for place in np.ndindex(*numbers.shape):
+                filled[place] = parameter.read_one(int(numbers[place]))[source[len(stack) :]]
         else:
             if path != self._path:
                 self._path, self._values = path, parameter.read()
@@ -156,14 +160,6 @@ class _ParameterFiles:
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def _fill_one_by_one(parameter: Any, source: tuple[slice, ...], array: np.ndarray) -> None:
-    """Fill a slice of a stacked parameter, with one of its arrays in memory at a time."""
-    stack = parameter.stack
-    numbers = np.arange(math.prod(stack)).reshape(stack)[source[: len(stack)]]
-    for place in np.ndindex(*numbers.shape):
-        array[place] = parameter.read_one(int(numbers[place]))[source[len(stack) :]]
 
 
 def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedReader:

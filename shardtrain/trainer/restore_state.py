@@ -21,8 +21,6 @@ from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.state import State, restart_local
-from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
@@ -32,17 +30,12 @@ ROUTERS = ("*/router", "*/router_bias")
 
 
 def read_arrays(
-    run: Run,
-    checkpoints: RunCheckpoints,
-    reader: CheckpointReader,
-    wanted: State,
-    extra: Mapping[str, Any],
+    checkpoints: RunCheckpoints, reader: CheckpointReader, wanted: State, extra: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Read this island's arrays of a checkpoint; common arrays may come from island 0 later.
 
     Args:
-      run: the run, with the arrays that may be missing or unused.
-      checkpoints: the checkpoints of the run.
+      checkpoints: the checkpoints of the run, which says what arrays may be missing or unused.
       reader: the reader of the checkpoint.
       wanted: shapes and shardings of the state.
       extra: the extra data of this run's own checkpoint; {} for a checkpoint of another run, from which only
@@ -54,7 +47,7 @@ def read_arrays(
     Raises:
       ValueError: the checkpoint holds another state than this run has.
     """
-    coordination = checkpoints.coordination
+    run, coordination = checkpoints.run, checkpoints.coordination
     wanted = _readable(checkpoints, select_saved_state(wanted), reader, extra)
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
@@ -70,7 +63,11 @@ def read_arrays(
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.grid is not None:
         shapes = [_find_whole_shapes(leaves, origins), _find_whole_shapes(reader.leaves, {})]
-        _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
+        # the stages together must want all saved arrays
+        gathered = coordination.gather_islands("arrays", lambda island: shapes)
+        asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
+        allow = Allow(missing=missing, unused=unused)
+        check_state(reader, widen_optimizer_state(saved, asked), asked, allow)
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
@@ -93,23 +90,6 @@ def read_arrays(
     return found
 
 
-def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: Any, allow: Allow) -> None:
-    """Check that the stages together want all saved arrays.
-
-    Args:
-      coordination: the exchange with the other islands.
-      reader: the reader of the checkpoint.
-      shapes: the shapes that this stage wants, and those that it sees, from `_find_whole_shapes`.
-      allow: the allowed differences.
-
-    Raises:
-      ValueError: the checkpoint holds another state than this run has.
-    """
-    gathered = coordination.gather_islands("arrays", lambda island: shapes)
-    asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-    check_state(reader, widen_optimizer_state(saved, asked), asked, allow)
-
-
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:
     """Assemble the state from the arrays that were read; the others are initialised.
 
@@ -124,12 +104,11 @@ def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], 
 
 
 def synchronise_restored(
-    run: Run, checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array], *, resumed: bool
+    checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array], *, resumed: bool
 ) -> State:
     """Broadcast the common arrays from island 0, and verify that all islands have the same bits.
 
     Args:
-      run: the run.
       checkpoints: the checkpoints of the run.
       state: the state of this island.
       arrays: path -> array that this island has read.
@@ -142,7 +121,7 @@ def synchronise_restored(
     is_lost = checkpoints.own_optimizers and resumed
     is_lost = is_lost and not any(path.startswith("opt_state/") for path in arrays)
     lost = coordination.all_gather("own state", is_lost)
-    own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
+    own_optimizers = checkpoints.run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
     state = restart_round(checkpoints, state, arrays)
     if wrong := find_differing_arrays(coordination, state, own_optimizers):

@@ -5,14 +5,14 @@ Any layout reads the checkpoint of any other: meshes, islands, stages, replicas.
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardtrain.checkpoints.differences import compare_descriptions, matches
 from shardtrain.checkpoints.discover import DiscoveredCheckpoint
-from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.evaluations import find_best_step
 from shardtrain.checkpoints.flatten import describe_restorable
 from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
@@ -34,10 +34,12 @@ from shardtrain.trainer.pretrained import (
     upcycle,
 )
 from shardtrain.trainer.restore_state import apply_new_values, assemble, read_arrays, synchronise_restored
-from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckpoints
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import FIRST_POSITION
 from shardtrain.trainer.sources import has_other_heldout, is_other_data
-from shardtrain.trainer.usage import read_wall_seconds
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 MOST_INDEX = 1 << 62
 
@@ -58,41 +60,24 @@ class StartPoint:
     position: Position
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def unlogged(self) -> Mapping[str, Any] | None:
-        """Metrics of the step that were not written because its evaluation did not finish."""
-        return self.extra.get(UNLOGGED)
-
-    @property
-    def wall_seconds(self) -> float:
-        """The wall time of the run at its save."""
-        return read_wall_seconds(self.extra.get(WALL_SECONDS))
-
 
 def find_start_point(
-    run: Run,
-    checkpoints: RunCheckpoints,
-    init: Callable[[], State],
-    wanted: State,
-    description: dict[str, Any],
-    newest: int | None = None,
+    prepared: "PreparedRun", checkpoints: RunCheckpoints, newest: int | None = None
 ) -> StartPoint:
     """Restore the newest checkpoint of the run, or another run's parameters, or initialise the state.
 
     All islands start from the same step.
 
     Args:
-      run: the run.
+      prepared: the run.
       checkpoints: the checkpoints of the run.
-      init: makes the state before the first step.
-      wanted: its shapes, dtypes and shardings.
-      description: the description of the run, see `config.describe`.
       newest: roll back to this step or an earlier one; None uses the newest.
 
     Raises:
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
+    run, wanted, description = prepared.run, prepared.wanted, prepared.description
     found = _discover(checkpoints, newest)
     # refuse a state that cannot be saved before the first step
     describe_restorable(select_saved_state(wanted))
@@ -108,9 +93,9 @@ def find_start_point(
         reader = _find_start(run, run.start_from.checkpoint, note)
         read = State((), (), wanted.params, wanted.model_state, ())
     # read it, initialise the rest, and synchronise all islands
-    arrays = {} if reader is None else read_arrays(run, checkpoints, reader, read, found.extra)
-    state = assemble(wanted, arrays, init)
-    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
+    arrays = {} if reader is None else read_arrays(checkpoints, reader, read, found.extra)
+    state = assemble(wanted, arrays, prepared.init)
+    state = synchronise_restored(checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         # the tokens that end a text come from the model that it starts from
         extra = {} if reader is None else select_kept_tokens(reader.extra)
@@ -187,7 +172,12 @@ def _next_position(
     if is_other_data(extra["run"], description):
         note("WARNING: the data has changed since the checkpoint: training continues from its beginning")
         return FIRST_POSITION
-    if _forms_other_batches(extra["run"], run):
+    # whether the samples before a position have changed: a batch of examples is a number of samples, so a
+    # position is the same in any order and batch
+    saved = extra["run"]
+    before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
+    now = (run.batch_unit, run.batch, run.seed)
+    if "tokens" in (before[0], now[0]) and before != now:
         note("WARNING: the token batching has changed since the checkpoint: the epoch starts again")
         return Position(epoch=position["epoch"], index=0)
     return position
@@ -236,30 +226,6 @@ def _find_base(run: Run) -> CheckpointReader | None:
     return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
 
 
-def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
-    """Return whether the samples before a position have changed since it was saved."""
-    before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
-    now = (run.batch_unit, run.batch, run.seed)
-    # a batch of examples is a number of samples, so a position is the same in any order and batch
-    return "tokens" in (before[0], now[0]) and before != now
-
-
-def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
-    """Return the best step in a folder.
-
-    Raises:
-      ValueError: the best step is not known.
-    """
-    folders = [folder.parent for reader in found for folder in reader.folders.values()]
-    best = find_best_saved(folders[0], [each.step for each in found]) if folders else None
-    if best is None:
-        raise ValueError(
-            f"{path} has no best checkpoint: a run records it with --checkpoints.best heldout/loss; give a"
-            " step, or None for the newest"
-        )
-    return best.step
-
-
 def find_parameters(
     path: Path, step: int | Literal["best"] | None = None, base: Path | None = None
 ) -> CheckpointReader:
@@ -293,25 +259,22 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
     found = [each for folder in folders[:2] for each in find_readers(folder)]
     found = found or [each for each in find_readers(path.parent) if path in each.folders.values()]
     steps = [each.step for each in found]
-    if step == "best":
-        step = _best_step(path, found)
+    if step == "best" and found:
+        step = find_best_step(next(iter(found[0].folders.values())).parent, steps)
     found = [each for each in found if step in (None, each.step)]
+    give = "give the folder of a run, of its checkpoints or of a step"
+    if not found and not path.exists():
+        raise ValueError(f"{path} does not exist; {give}, or a folder of Hugging Face")
+    if not found and any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} has safetensors, but no {CONFIG}; put that file of the download next to them"
+        )
     if not found:
-        raise ValueError(_nothing_found(path, step, steps))
+        have = f"it has steps {steps}" if steps else "it has no finished one"
+        of_step = "" if step is None else f" of step {step}"
+        raise ValueError(f"{path} holds no complete checkpoint{of_step}: {have}; {give}")
     refuse(f"step {found[-1].step} in {path} is broken; give another", found[-1].problems())
     return found[-1]
-
-
-def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
-    """Return the message for a path without the wanted checkpoint."""
-    give = "give the folder of a run, of its checkpoints or of a step"
-    if not path.exists():
-        return f"{path} does not exist; {give}, or a folder of Hugging Face"
-    if any(path.glob("*.safetensors")):
-        return f"{path} has safetensors, but no {CONFIG}; put that file of the download next to them"
-    have = f"it has steps {steps}" if steps else "it has no finished one"
-    of_step = "" if step is None else f" of step {step}"
-    return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"
 
 
 FREE = (

@@ -6,7 +6,7 @@ Next: `feed.py`, which reads them.
 import math
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -22,13 +22,15 @@ from shardtrain.data import (
 )
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.measured_shares import MeasuredShares, capacity
+from shardtrain.plan.devices import find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 ROWS, MOST_ROWS = "rows", 1 << 31
 """Key in a checkpoint, and the largest number there."""
@@ -48,7 +50,7 @@ class RowShares:
       limits: the largest share of a batch for each island, in examples or tokens; None without limits.
 
     Raises:
-      ValueError: see `Coordination.split`; or one island cannot split the batch.
+      ValueError: there are not as many weights as islands; or one island cannot split the batch.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class RowShares:
     ) -> None:
         shares, self._batch_axes = run.strategy.across.shares, run.strategy.layout.batch_axes
         weights = None if isinstance(shares, str) else shares
-        self._split = coordination.split(weights, mesh, self._batch_axes, microbatches)
+        unit = RowSplit.of(mesh.shape, self._batch_axes, microbatches).multiple
+        self._weights, self._multiples, self._own = _find_weights(coordination, weights, mesh, unit)
         self._row_counts, self._mesh, self._microbatches = row_counts, mesh, microbatches
         # batches of tokens are padded: their numbers of rows follow from lengths, and may not divide; and
         # those of islands that come and go, whose meshes nobody knows before
         self._pads = run.batch_unit == "tokens" or bool(run.elastic.islands)
-        if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
-            unit = self._split.multiples[0]
-            RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])
-        self._batch, self._measures = run.batch, shares == "auto" and len(self._split.multiples) > 1
+        if len(self._multiples) == 1 and not self._pads and coordination.islands is not None:
+            RowSplit({"data": self._multiples[0] // microbatches}, microbatches).check(row_counts[0])
+        self._batch, self._measures = run.batch, shares == "auto" and len(self._multiples) > 1
         self._compile: set[tuple[int, ...]] = set()
         limits = run.strategy.across.share_limits
         self.limit(None if isinstance(limits, str) else limits)
@@ -77,15 +79,15 @@ class RowShares:
             island's mesh can compute; or there are not as many limits as islands.
         """
         self.limits = limits
-        if limits is not None and len(limits) != len(self._split.multiples):
+        if limits is not None and len(limits) != len(self._multiples):
             raise ValueError(
-                f"share_limits has {len(limits)} numbers, and there are {len(self._split.multiples)} islands;"
+                f"share_limits has {len(limits)} numbers, and there are {len(self._multiples)} islands;"
                 " give one each"
             )
         most = max(self._row_counts)
         self._measured: MeasuredShares | None = None
         if self._measures:
-            rows, multiples = self._rows(most), self._split.multiples
+            rows, multiples = self._rows(most), self._multiples
             self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
 
     def _row_limits(self, num_rows: int) -> list[int] | None:
@@ -93,7 +95,7 @@ class RowShares:
         if self.limits is None:
             return None
         found = []
-        for island, (limit, multiple) in enumerate(zip(self.limits, self._split.multiples, strict=True)):
+        for island, (limit, multiple) in enumerate(zip(self.limits, self._multiples, strict=True)):
             rows = limit * num_rows // self._batch
             if rows < multiple:
                 raise ValueError(
@@ -113,7 +115,7 @@ class RowShares:
         return {num_rows: self._shard(num_rows) for num_rows in self._row_counts}
 
     def _shard(self, num_rows: int) -> BatchShard:
-        rows, own = self._rows(num_rows), self._split.own
+        rows, own = self._rows(num_rows), self._own
         padded = self._pads or self._measured is not None
         return batch_shard(
             rows,
@@ -121,22 +123,21 @@ class RowShares:
             self._mesh,
             self._batch_axes,
             self._microbatches,
-            self._split.multiples[own],
+            self._multiples[own],
             self._capacities(rows, num_rows)[own] if padded else None,
         )
 
     def _rows(self, num_rows: int) -> list[int]:
         """Return the rows of each island in a batch."""
-        if self._measured is None:
-            return self._split.rows(num_rows, self._row_limits(num_rows))
-        if num_rows == sum(self._measured.rows):
-            return self._measured.rows
-        limits = self._row_limits(num_rows)
-        return split_over_islands(num_rows, self._measured.rows, self._split.multiples, limits)
+        measured = self._measured
+        if measured is not None and num_rows == sum(measured.rows):
+            return measured.rows
+        weights, limits = measured.rows if measured else self._weights, self._row_limits(num_rows)
+        return split_over_islands(num_rows, weights, self._multiples, limits)
 
     def _capacities(self, rows: Sequence[int], num_rows: int) -> list[int]:
         """Return the padded rows; measured rows get one of few numbers, so that few programs are compiled."""
-        multiples = self._split.multiples
+        multiples = self._multiples
         if self._measured is not None:
             limits = self._row_limits(num_rows) or [math.inf] * len(rows)
             return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
@@ -145,7 +146,7 @@ class RowShares:
     @property
     def multiple(self) -> int:
         """The number of rows that this island's mesh splits without padding."""
-        return self._split.multiples[self._split.own]
+        return self._multiples[self._own]
 
     def saved(self) -> dict[str, list[int]]:
         """Return the extra data of a checkpoint: the rows of each island, if they are measured."""
@@ -170,7 +171,7 @@ class RowShares:
     def own_share(self) -> float:
         """Return this island's fraction of the rows of a batch."""
         rows = self._rows(max(self._row_counts))
-        return rows[self._split.own] / sum(rows)
+        return rows[self._own] / sum(rows)
 
     def add(
         self, seconds: Sequence[float], num_rows: int, rest_seconds: Sequence[float] | None = None
@@ -201,6 +202,47 @@ class RowShares:
             f"rows of the islands from now on: {', '.join(map(str, measured.rows))}; the slowest took"
             f" {before:.3g} s a step, expected are {expected:.3g} s"
         )
+
+
+def _find_weights(
+    coordination: Coordination, weights: Sequence[float] | None, mesh: Mesh, unit: int
+) -> tuple[Sequence[float], list[int], int]:
+    """Find how the rows of batches are split over islands, or over pipelines of islands.
+
+    Args:
+      coordination: the exchange with the other islands.
+      weights: the weight of each island's share; None takes the peak rates of its devices if those of all
+        islands are known, else their number.
+      mesh: of this island.
+      unit: the number of rows that it can split without padding.
+
+    Returns:
+      The weight of each, the number of rows that each can split without padding, and the index of this one.
+    """
+    if coordination.islands is None:
+        if weights is not None and len(weights) != 1:
+            raise ValueError(
+                f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
+                f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
+            )
+        return [1], [unit], 0
+    device = find_device(mesh.devices.flat[0].device_kind)
+    rate = device and device.matrix_flops_per_second
+    found = coordination.all_gather_islands("rows", [mesh.devices.size, unit, rate])
+    rates_known = all(rate for _, _, rate in found)
+    found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
+    own, grid = coordination.island, coordination.grid
+    if grid is not None:
+        # all stages of a pipeline work on the same rows
+        pipelines = [grid.select_replica(found, i) for i in range(grid.num_replicas)]
+        found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
+        own = grid.replica
+    if weights is not None and len(weights) != len(found):
+        raise ValueError(
+            f"shares has {len(weights)} weights, and there are {len(found)}"
+            f" {'islands' if grid is None else 'pipelines'}; give one each"
+        )
+    return weights or [n for n, _ in found], [unit for _, unit in found], own
 
 
 class RowFit(NamedTuple):
@@ -261,75 +303,38 @@ def device_memory_bytes(coordination: Coordination) -> int | None:
     return max(of_process - used, 0) // jax.local_device_count()
 
 
-def fit_to_memory(
-    coordination: Coordination,
-    shares: RowShares,
-    loader: Loader,
-    step: IslandStep,
-    wanted: State,
-    batch: Any,
-    note: Callable[[str], None],
-) -> Loader:
+def fit_to_memory(prepared: "PreparedRun", loader: Loader, batch: Any, note: Callable[[str], None]) -> Loader:
     """Limit the rows of islands to what fits their memory, and return the loader of the remaining rows.
 
+    All ranks call it.
+
     Args:
-      coordination: the exchange with the other islands.
-      shares: the rows of each island, which are limited.
+      prepared: the run of several islands, whose rows are limited.
       loader: the loader of this island's rows.
-      step: the step of this island.
-      wanted: the shapes of its state.
       batch: the first batch of this island.
       note: receives a line if an island has a limit.
 
     Raises:
-      ValueError: see `find_fit` and `RowShares.limit`.
+      ValueError: lists every island that cannot hold the fewest rows; or see `RowShares.limit`.
     """
-    num_rows = loader.batches.num_rows(None)
-    found = find_fit(coordination, step, wanted, batch, shares.multiple)
-    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
-    if min(fit) == num_rows:
-        return loader
-    # limits are in examples, or in tokens
-    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
-    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
-    return loader.replace_shards(shares.shards())
-
-
-def find_fit(
-    coordination: Coordination,
-    step: IslandStep,
-    state: State,
-    batch: Any,
-    multiple: int,
-) -> list[RowFit]:
-    """Find the rows that fit each island; all ranks call it.
-
-    Args:
-      coordination: the exchange with the other islands.
-      step: the step of this island.
-      state: the shapes of its state.
-      batch: a batch of this island.
-      multiple: the number of rows that its mesh splits without padding.
-
-    Raises:
-      ValueError: lists every island that cannot hold the fewest rows.
-    """
+    shares, coordination, step = prepared.shares, prepared.coordination, prepared.island_step
+    assert step is not None
 
     def program_bytes(rows: int) -> int:
         def of_rows(x: jax.Array) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0], rows // x.shape[0], *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        memory: Any = step.compute.lowered(state, jax.tree.map(of_rows, batch))[0].compile().memory_analysis()
+        lowered = step.compute.lowered(prepared.wanted, jax.tree.map(of_rows, batch))
+        memory: Any = lowered[0].compile().memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 
     memory_bytes, own = device_memory_bytes(coordination), RowFit(None)
     if memory_bytes is not None:
         leaf = jax.tree.leaves(batch)[0]
-        own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], multiple, memory_bytes)
-    assert coordination.islands is not None
-    found = [RowFit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
+        own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], shares.multiple, memory_bytes)
+    found = [RowFit(*each) for each in coordination.all_gather_islands("rows that fit", own)]
     problems = [
         f"island {island} has {bytes_text(each.memory_bytes)} a device, and the fewest rows need"
         f" {bytes_text(each.least_bytes)}; use more devices or --zero 3 there, --remat full, a smaller"
@@ -338,4 +343,11 @@ def find_fit(
         if each.rows == 0
     ]
     refuse("the model does not fit every island", problems)
-    return found
+    num_rows = loader.batches.num_rows(None)
+    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
+    if min(fit) == num_rows:
+        return loader
+    # limits are in examples, or in tokens
+    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
+    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
+    return loader.replace_shards(shares.shards())

@@ -6,7 +6,7 @@ Checkpoints are restored in `resume.py`. Next: `checkpoints/checkpointer.py`.
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -20,13 +20,13 @@ from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.buckets import FIRST_BYTES
-from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.pretrained import BASE, find_base_arrays, make_entry
-from shardtrain.trainer.setup import RunSetup
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 UNLOGGED = "held"
 """Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
@@ -39,14 +39,11 @@ class RunCheckpoints:
     """The checkpoints of a run on one island.
 
     Args:
-      run: the run.
-      folder: the folder of the run.
-      coordination: the exchange with the other islands.
-      setup: the setup of this island, from which the origins of its arrays follow.
-      island_step: the step of several islands; None for a run of one island.
+      prepared: the run.
       note: receives lines for the user.
 
     Attributes:
+      run: the run.
       has_own: whether each island saves arrays that differ per island.
       own_optimizers: whether each island has its own optimizer state.
       island: (number of this island, number of islands).
@@ -56,26 +53,25 @@ class RunCheckpoints:
       base: entry of the extra data about them, see `pretrained.py`; None if everything is saved.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        folder: Path,
-        coordination: Coordination,
-        setup: RunSetup,
-        island_step: IslandStep | None,
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, prepared: "PreparedRun", note: Callable[[str], None]) -> None:
+        run, setup, island_step = prepared.run, prepared.setup, prepared.island_step
+        coordination = prepared.coordination
+        self.run = run
         self.has_own = island_step is not None and (
             run.strategy.synchronisation.on_deltas or island_step.keeps_state or run.strategy.scales_loss
         )
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
         self.island = (coordination.island, coordination.num_islands)
-        self._part = self._find_part()
+        grid, self._part = setup.grid, None
+        # the part of a step that this island saves; None if it saves nothing
+        if self.has_own:
+            self._part = WriterPart(*self.island)
+        elif coordination.writes:
+            self._part = WHOLE if grid is None else WriterPart(grid.stage, grid.num_stages)
         self.checkpoints = Checkpoints(
-            folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
+            prepared.folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
-        grid = setup.grid
         self.origins = make_find_origins(
             setup.placement,
             setup.stage_model,
@@ -110,15 +106,6 @@ class RunCheckpoints:
 
     def __exit__(self, *exception: Any) -> None:
         self.checkpoints.__exit__(*exception)
-
-    def _find_part(self) -> WriterPart | None:
-        """Return which part of a step this island saves; None if it saves nothing."""
-        grid = self.coordination.grid
-        if self.has_own:
-            return WriterPart(*self.island)
-        if self.coordination.writes:
-            return WHOLE if grid is None else WriterPart(grid.stage, grid.num_stages)
-        return None
 
     def latest(self) -> int | None:
         """Return the step that was saved last."""

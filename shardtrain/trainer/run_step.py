@@ -1,62 +1,77 @@
 """Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
 
-Next: `train_step/island_step.py`.
+It also formats the cut of a pipeline. Next: `train_step/island_step.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Loader
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch
-from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import program_fact
 from shardtrain.optim.optimizer import Optimizer
+from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.in_flight import format_in_flight
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.report.islands import buckets_text, parts_text
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.island_step import IslandStep, make_island_step, make_sync
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
-from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
-from shardtrain.train_step.stage_update import StageUpdate
-from shardtrain.train_step.state import State
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
-from shardtrain.trainer.config import Run, describe
+from shardtrain.train_step.stage_links import StageLinks
+from shardtrain.train_step.stage_programs import StageUpdate
+from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
-from shardtrain.trainer.layout_check import check_permutes, has_permutes
 from shardtrain.trainer.program_cache import find_program_folder
-from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.traced_cut import format_traced_cut
+from shardtrain.trainer.setup import RunSetup, make_microbatch
 from shardtrain.trainer.waves import WaveLog, make_waves
 
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
-def check_programs(
-    run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
-) -> None:
-    """Check the programs of a step; it uses the same ones when it is called.
+
+def check_programs(prepared: "PreparedRun", batch: Any) -> None:
+    """Check the programs of the step of a run; it uses the same ones when it is called.
 
     Raises:
-      ValueError: islands of the same mesh and rows have different programs; or see `check_permutes`.
+      ValueError: islands of the same mesh and rows have different programs; or a loss, a metric or a model
+        cuts positions out of a sharded sequence in a pipeline.
     """
-    in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
+    run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
+    sizes = setup.mesh.shape
+    over_tensor = run.strategy.layout.sequence_sharded and sizes[TENSOR] > 1
+    # a pipeline over sharded sequences
+    in_stages = sizes[PIPELINE] > 1 and (sizes[CONTEXT] > 1 or over_tensor)
     if not (in_stages or coordination.islands):
         return
-    of_islands = isinstance(step, IslandStep)
-    programs = step.compute.lowered(wanted, batch) if of_islands else [step.lower(wanted, batch)]
+    step: Any = prepared.step
+    of_islands, given = isinstance(step, IslandStep), (prepared.wanted, batch)
+    programs = step.compute.lowered(*given) if of_islands else [step.lower(*given)]
     if not programs:
         return
     if in_stages:
-        check_permutes(programs[0])
+        refuse(
+            "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
+            " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
+            " model computes, as in logits[:, 1:], use whole sequences, by"
+            " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
+            " use --across pipeline, or context=1 and no --sequence-sharded",
+            permutes_in_branches(programs[0].compile().as_text() or ""),
+        )
     if coordination.islands is not None:
         coordination.check_agreement(hash_programs(run, setup, batch, programs))
 
@@ -107,14 +122,10 @@ def _cuts_text(setup: RunSetup, stages: Partition) -> str:
     return "; ".join(",".join(map(str, cut.counts)) for cut in (cuts if len(cuts) == 1 else setup.cuts))
 
 
-def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: int) -> str | None:
-    """Format the number and sizes of the buckets that islands send; None if nothing is sent.
-
-    Args:
-      coordination: the exchange with the other islands.
-      step: the step of this island.
-      num_parts: number of programs in which gradients are to be computed, at most.
-    """
+def bridge_text(prepared: "PreparedRun") -> str | None:
+    """Format the number and sizes of the buckets that islands send; None if nothing is sent."""
+    coordination, step = prepared.coordination, prepared.island_step
+    num_parts = prepared.run.strategy.across.num_gradient_programs
     grid, transfer = coordination.grid, coordination.transfer
     if transfer is None or (grid is not None and grid.num_replicas == 1):
         return None
@@ -129,55 +140,34 @@ def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: 
 
 
 def make_multi_island_step(
-    run: Run,
-    setup: RunSetup,
-    coordination: Coordination,
-    loader: Loader,
-    batch: Batch,
-    shares: RowShares,
-    barriers: BarrierSchedule,
-    wave_log: WaveLog,
+    prepared: "PreparedRun", loader: Loader, batch: Batch, wave_log: WaveLog
 ) -> IslandStep | None:
     """Make the step of several islands, replicas or stages; None for a run of one island.
 
     Args:
-      run: the run.
-      setup: the setup of this island.
-      coordination: the exchange with the other islands.
+      prepared: the run, whose step this makes.
       loader: the loader of this island's rows.
       batch: the first batch of this island, on its mesh.
-      shares: the rows of each island.
-      barriers: the steps after which islands synchronise.
       wave_log: records the events of waves.
 
     Raises:
       ValueError: the run has waves, and islands have several processes.
     """
+    run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
     if coordination.transfer is None:
         return None
     synchronisation, across = run.strategy.synchronisation, run.strategy.across
-    compute, merge = None, None
     if setup.stage_model is not None:
         compute = _make_stage_compute(run, setup, setup.stage_model, coordination, loader)
+    else:
+        training = Training(setup.model, run.loss, setup.optimizer, setup.learning_rate)
+        gather, num_programs = coordination.gather_after_work, across.num_gradient_programs
+        channel = Channel(coordination.transfer, gather, across.reduce_dtype, num_programs)
+        start_row = loader.shard().start
+        compute = IslandCompute(training, setup.placement, channel, synchronisation, start_row, batch)
     if synchronisation.distance is not None:
-        merge = make_waves(run, setup, coordination, shares, barriers, wave_log, compute)
-    if compute is not None:
-        return IslandStep(compute, make_sync(compute, synchronisation, run.steps, merge))
-    return make_island_step(
-        Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
-        setup.placement,
-        Channel(
-            coordination.transfer,
-            coordination.gather_after_work,
-            across.reduce_dtype,
-            across.num_gradient_programs,
-        ),
-        synchronisation,
-        start_row=loader.shard().start,
-        last_step=run.steps,
-        merge=merge,
-        batch=batch,
-    )
+        return make_waves(prepared, wave_log, compute)
+    return make_sync(compute, synchronisation, run.steps)
 
 
 def _make_stage_compute(
@@ -197,6 +187,10 @@ def _make_stage_compute(
     }
     # the step clips instead of the optimizer, because only the step knows the norm of all stages
     clip = run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None
+    # whether this stage can load programs that the same stage of the first pipeline compiled
+    shares_programs = grid.replica > 0 and find_program_folder() is not None
+    of_first = islands.hosts[islands.first_ranks[grid.stage]]
+    shares_programs = shares_programs and of_first == islands.environment.host
     return StageCompute(
         stage_model,
         StageTables(
@@ -212,14 +206,55 @@ def _make_stage_compute(
             islands.mailbox(grid.replica, grid.stage, LONG_SECONDS),
             owners,
             lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
-            _shares_programs(islands, grid),
+            shares_programs,
         ),
         run.strategy.synchronisation,
         loader.shard().start,
     )
 
 
-def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
-    """Return whether this stage can load programs that the same stage of the first pipeline compiled."""
-    of_first = islands.hosts[islands.first_ranks[grid.stage]]
-    return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host
+def format_traced_cut(traced: ModelTrace, stages: Partition) -> str:
+    """Format a table of the parts of a model that was cut by tracing.
+
+    Args:
+      traced: the model.
+      stages: the cut.
+    """
+    sizes = {path: x.size for path, x in traced.own_params().items()}
+    rows, seen = [], set[str]()
+    for part, count in enumerate(stages.counts):
+        reads = [path for path in sizes if path in traced.part_paths(stages, part)]
+        own = [path for path in reads if path not in seen]
+        borrowed = [path for path in reads if path in seen]
+        seen.update(reads)
+        rows.append(
+            (
+                str(part),
+                str(count),
+                f"{sum(sizes[path] for path in own):,}",
+                ", ".join(dict.fromkeys(own[:1] + own[-1:])),
+                ", ".join(borrowed),
+                ", ".join(traced.format_sent(stages, part)),
+                bytes_text(traced.bytes_behind(stages, part)),
+            )
+        )
+    header = ("part", "pieces", "parameters", "first and last", "borrowed", "sent on", "a row")
+    text = f"the model has no `blocks` and is cut by tracing into {sum(stages.counts)} pieces"
+    return f"{text}\n{table_text(header, rows)}"
+
+
+def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
+    """Format the cut of a run across islands.
+
+    Args:
+      run: a run of a pipeline across islands, whose model has no blocks.
+      source: its samples.
+      num_stages: number of stages; by default the partitions of the run, or 2.
+
+    Raises:
+      ValueError: the model cannot be cut like this.
+    """
+    traced = ModelTrace(make_model(run), run.loss, make_microbatch(run, source))
+    num_stages = num_stages or run.strategy.across.partitions or 2
+    cuts = make_partitions(traced, run.strategy.pipeline, num_stages, 1)
+    return format_traced_cut(traced, cuts[0]).rstrip()

@@ -113,15 +113,22 @@ def make_setup(
         model = name_draws(run, model, shapes or [microbatch], mesh, num_islands)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
-        setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)
-        return setup._replace(unused=unused)
+        check_stage_islands(run, mesh)
+        num_stages = run.strategy.across.partitions or num_islands
+        grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=island)
+        return _make_stage_setup(run, model, mesh, grid, microbatch, unused)
     if run.strategy.across.axis == "pipeline":
         # a single island: refuse partitions that need several
         PipelineGrid(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     is_alone = num_islands == 1 and not run.elastic.islands
     synchronisation = run.strategy.synchronisation if is_alone else Synchronisation()
-    stages = _make_mesh_partition(run, model, mesh, microbatch)
+    stages: Partition | None = None
+    if (num_stages := mesh.shape[PIPELINE]) > 1:
+        refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
+        assert microbatch is not None
+        stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
+        check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
     _check_arguments(optimizer, model, line_search=is_alone and synchronisation.is_mean)
@@ -144,21 +151,6 @@ def make_setup(
     if run.strategy.layout.operators and microbatch is not None:
         trace_operators(model, run.loss, microbatch, placement.layout, mesh).check()
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
-
-
-def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch | None) -> Partition | None:
-    """Return the partition of the blocks that a pipeline inside the mesh needs; None without one.
-
-    Raises:
-      ValueError: an option or the optimizer does not fit it.
-    """
-    if (num_stages := mesh.shape[PIPELINE]) == 1:
-        return None
-    refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
-    assert microbatch is not None
-    stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
-    check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
-    return stages
 
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
@@ -185,39 +177,27 @@ def format_unused(unused: Sequence[str], optimizer: Any) -> str:
 
 
 def _make_stage_setup(
-    run: Run,
-    model: Model,
-    mesh: Mesh,
-    num_islands: int,
-    island: int,
-    microbatch: Batch,
-    unused: tuple[str, ...],
+    run: Run, model: Model, mesh: Mesh, grid: PipelineGrid, microbatch: Batch, unused: tuple[str, ...]
 ) -> RunSetup:
     """Make the setup of the stage of this island."""
-    strategy = run.strategy
-    check_stage_islands(run, mesh)
     # cut the model: from here on this island has the model of its stage
-    num_stages = strategy.across.partitions or num_islands
-    grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=island)
     traced = trace_parts(model, run.loss, microbatch)
-    cuts = make_partitions(traced, strategy.pipeline, num_stages, grid.num_replicas)
+    cuts = make_partitions(traced, run.strategy.pipeline, grid.num_stages, grid.num_replicas)
     check_cuts(run, traced, cuts, mesh, has_blocks=model.chain is not None)
-    stages = cuts[grid.replica]
-    stage_model = StageModel(model=model, stages=stages, traced=traced, stage=grid.stage)
+    stage_model = StageModel(model=model, stages=cuts[grid.replica], traced=traced, stage=grid.stage)
     stage = stage_model.make_stage_model()
     named = run.optimizer
     if isinstance(named, Optimizer):
         # clipping needs the norm over all stages, which `StageCompute` computes
         named = replace(named, clip=None)
     # an optimizer that couples parameters of several stages cannot be run by stages
-    if num_stages > 1:
+    if grid.num_stages > 1:
         check_separable(named, model.dims, traced)
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
     _check_arguments(optimizer, stage, line_search=False)
-    placement = make_placement(stage, optimizer, strategy.layout, mesh)
+    placement = make_placement(stage, optimizer, run.strategy.layout, mesh)
     _check_evaluated(run, placement)
-    setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, grid)
-    return setup._replace(cuts=tuple(cuts))
+    return RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, grid, unused, tuple(cuts))
 
 
 def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, line_search: bool) -> None:

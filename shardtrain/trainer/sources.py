@@ -5,6 +5,7 @@ Next: `first_batch.py`, which checks batches.
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     """
     with user_code(lambda error: f"the data ({type(run.data).__name__})"):
         train, heldout = run.data.train(folder), run.data.heldout(folder)
-    sets = _name_sets(heldout)
+    # a dict of samples by number is a single source, whose name is ""
+    by_name = isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout)
+    sets = {} if heldout is None else dict(heldout) if by_name else {"": heldout}
     found = {"train(folder)": train}
     found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
     problems = [
@@ -105,18 +108,6 @@ def make_batches(
     return TokenBatches(source=source, batch=run.batch, **options)
 
 
-def _name_sets(heldout: Any) -> dict[str, Any]:
-    """Return name -> held-out samples; a single source has the name "".
-
-    A dict of samples by number is a single source.
-    """
-    if heldout is None:
-        return {}
-    if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
-        return dict(heldout)
-    return {"": heldout}
-
-
 def heldout_prefix(name: str) -> str:
     """Return the prefix of a held-out set's metrics.
 
@@ -151,9 +142,11 @@ def describe_data(source: Any, heldout: Mapping[str, Any], with_contents: bool) 
     {'data.fingerprint': None, 'data.samples': 10, 'data.heldout': '3 samples'}
     """
     sets = {name: _identity(each, with_contents) for name, each in sorted(heldout.items())}
+    fingerprint, number = getattr(source, "fingerprint", None), len(source)
     return {
-        FINGERPRINT: getattr(source, "fingerprint", None),
-        SAMPLES: _num_samples(source),
+        FINGERPRINT: fingerprint,
+        # without a fingerprint the order depends on it
+        SAMPLES: number if fingerprint is None and number < NO_END else None,
         HELDOUT: sets.get("", sets) if len(sets) == 1 else sets,
     }
 
@@ -168,13 +161,6 @@ def is_other_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def has_other_heldout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether the held-out data has changed, so that its losses cannot be compared."""
     return HELDOUT in saved and saved[HELDOUT] != now.get(HELDOUT)
-
-
-def _num_samples(source: Any) -> int | None:
-    """Return the number of samples of a source without a fingerprint; the order depends on it."""
-    if getattr(source, "fingerprint", None) is not None or len(source) >= NO_END:
-        return None
-    return len(source)
 
 
 def _identity(source: Any, with_contents: bool) -> str:
@@ -216,7 +202,10 @@ def find_data_problems(run: Run, expected: LossFacts, train: Any, heldout: Mappi
       heldout: name -> held-out samples.
     """
     sources = {"the data": train, **{heldout_text(name): source for name, source in heldout.items()}}
-    problems = token_problems(sources, find_token_limit(expected), run.data)
+    # the number of tokens in the model's vocabulary, if it is known
+    of_tokens = {"tokens", "target"} & set(expected.known)
+    limit = (expected.num_classes if of_tokens else None) or expected.vocab
+    problems = token_problems(sources, limit, run.data)
     parts = train.sources if isinstance(train, MixedSource) else ()
     sources |= {f"source {i} of the mixture": source for i, source in enumerate(parts)}
     for name, source in sources.items():
@@ -227,12 +216,6 @@ def find_data_problems(run: Run, expected: LossFacts, train: Any, heldout: Mappi
             rows = load_rows(source, range(min(len(source), MOST_ROWS)), run.seed)
             problems += [f"{name}: {problem}" for problem in find_class_problems(expected, rows)]
     return problems
-
-
-def find_token_limit(expected: LossFacts) -> int | None:
-    """Return the number of tokens in the model's vocabulary; None if it is not known."""
-    of_tokens = {"tokens", "target"} & set(expected.known)
-    return (expected.num_classes if of_tokens else None) or expected.vocab
 
 
 def token_problems(sources: Mapping[str, Any], vocab: int | None, data: Any = None) -> list[str]:
@@ -269,18 +252,12 @@ def _outside_text(token: int, place: str, tokens: TokenRange, vocab: int | None,
             f" {token + 1:,} or more"
         )
     text = f"{place}, is {token:,}, and the model has tokens 0 to {vocab - 1:,}"
-    own = tokens.vocab or _find_vocab(data)
-    if own is not None and own > vocab:
+    own = tokens.vocab
+    with suppress(ValueError, OSError):
+        own = own or getattr(data, "vocab", None)
+    if isinstance(own, int) and own > vocab:
         return (
             f"{text}; the tokenizer of this data has {own:,} tokens: use the tokenizer of the model, or give"
             f" the model a vocabulary of {own:,}"
         )
     return f"{text}; give it a vocabulary of {token + 1:,} or more, or write the file again"
-
-
-def _find_vocab(data: Any) -> int | None:
-    try:
-        found = getattr(data, "vocab", None)
-    except (ValueError, OSError):
-        return None
-    return found if isinstance(found, int) else None

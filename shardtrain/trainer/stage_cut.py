@@ -4,20 +4,27 @@ The numbers of blocks replace the word "time" in the run. Next: `pipeline/stage_
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from shardtrain.axes import DATA, FSDP, TENSOR
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
+from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.pipeline.block_costs import BACKWARD, model_costs
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, parse_stage_numbers
 from shardtrain.pipeline.partition import counts
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
-from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut, fits
-from shardtrain.plan.devices import TERA, Device, find_device
+from shardtrain.pipeline.stage_cut import StageCut, best_cut, fits
+from shardtrain.plan.devices import GB, TERA, find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -26,8 +33,8 @@ from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.setup import make_microbatch
 from shardtrain.trainer.stage_checks import different_cut_problems
-from shardtrain.trainer.traced_cut import block_costs, flops_per_second, stage_costs, trace
 
 
 class StageIslandDevices(NamedTuple):
@@ -61,7 +68,8 @@ def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: R
       ValueError: the options do not fit the number of stages, or no cut fits the memory.
     """
     strategy, num_islands = run.strategy, coordination.num_islands
-    if num_islands == 1 or not cuts_by_time(run):
+    by_time = strategy.across.axis == "pipeline" and strategy.pipeline.stages == "time"
+    if num_islands == 1 or not by_time:
         return run
     own = describe_island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
     num_stages = strategy.across.partitions or num_islands
@@ -88,7 +96,8 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[StageIslandDevices]]
     """
     model, pipeline = make_model(run), run.strategy.pipeline
     state = jax.eval_shape(model.init, new_key(0))[1]
-    costs = block_costs(run, source, len(replicas))
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
+    costs = model_costs(trace(run, source, len(replicas)), optimizer.init)
     owns = [_select_replica(pipeline, number, len(replicas)) for number in range(len(replicas))]
     pools, note = [(own, [replica]) for own, replica in zip(owns, replicas, strict=True)], ""
     if len(replicas) > 1 and (problems := different_cut_problems(run, state)):
@@ -98,7 +107,13 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[StageIslandDevices]]
     texts, cuts = [], []
     for own, pool in pools:
         stages, counted = find_stage_devices(own, pool)
-        all_costs = stage_costs(run, costs, stages)
+        sizes = (len(stages), run.strategy.accumulate, pipeline.virtual_stages)
+        all_costs = StageCosts(
+            model=costs,
+            devices=stages,
+            table=make_table(pipeline.schedule, *sizes),
+            link_bytes_per_second=math.inf if pipeline.link_speed is None else pipeline.link_speed * GB,
+        )
         found = best_cut(all_costs)
         cuts.append(",".join(map(str, found.counts)))
         name = f"pipeline {len(cuts) - 1}:\n" if len(pools) > 1 else ""
@@ -164,11 +179,6 @@ def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
     return _cut(run, source, [[island] * num_stages] * num_replicas)[0]
 
 
-def cuts_by_time(run: Run) -> bool:
-    """Return whether the run is a pipeline across islands that is cut by time."""
-    return run.strategy.across.axis == "pipeline" and run.strategy.pipeline.stages == "time"
-
-
 def describe_island_devices(layout: Layout, kind: str, number: int) -> StageIslandDevices:
     """Return the devices of an island, and how its layout shards state and rows over them."""
     sizes = axis_sizes(layout.mesh, number)
@@ -198,10 +208,14 @@ def find_stage_devices(
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
         if given is not None and len(given) != num_stages
     ]
-    known = {island.kind: find_device(island.kind) for replica in replicas for island in replica}
-    measures = pipeline.stage_speeds == "measured"
     every = [island for replica in replicas for island in replica]
-    rates = _rates(known)
+    known = {island.kind: find_device(island.kind) for island in every}
+    measures = pipeline.stage_speeds == "measured"
+    takes_memory = set(pipeline.stage_memory.split(";")) == {"auto"}
+    # the peak rates in the dtype that all have: bfloat16, else float32
+    matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
+    float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
+    rates = matrix if all(matrix.values()) or not all(float32.values()) else float32
     unknown = sorted(kind for kind, rate in rates.items() if rate is None)
     counted = "by the speeds that were given"
     if speeds is None and unknown and not measures:
@@ -226,32 +240,18 @@ def find_stage_devices(
 
     def room(island: StageIslandDevices) -> float:
         device = known[island.kind]
-        return (
-            math.inf
-            if device is None or set(pipeline.stage_memory.split(";")) != {"auto"}
-            else device.memory_bytes
-        )
+        return device.memory_bytes if device is not None and takes_memory else math.inf
 
-    found = []
-    for stage, islands in enumerate(zip(*replicas, strict=True)):
-        found.append(
-            StageDevices(
-                flops_per_second=speeds[stage] * TERA if speeds else min(map(speed, islands)),
-                memory_bytes=memory[stage] * GB if memory else min(map(room, islands)),
-                state_shards=min(island.state_shards for island in islands),
-                row_shards=min(island.row_shards for island in islands),
-            )
+    found = [
+        StageDevices(
+            flops_per_second=speeds[stage] * TERA if speeds else min(map(speed, islands)),
+            memory_bytes=memory[stage] * GB if memory else min(map(room, islands)),
+            state_shards=min(island.state_shards for island in islands),
+            row_shards=min(island.row_shards for island in islands),
         )
+        for stage, islands in enumerate(zip(*replicas, strict=True))
+    ]
     return found, counted
-
-
-def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
-    """Return the peak rate of each kind of device in the dtype that all have: bfloat16, else float32."""
-    matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
-    if all(matrix.values()):
-        return matrix
-    float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
-    return float32 if all(float32.values()) else matrix
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
@@ -280,3 +280,75 @@ def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
         beside = f"predicted {ratio:.2f} times as fast as {name}"
     bubble = f"bubble {cut.simulated.bubble:.1%}"
     return f"{table_text(header, rows)}stages cut by time, {counted}: {bubble}; {beside}"
+
+
+TIME_NEEDS_BLOCKS = (
+    "stages is 'time', which predicts the times of blocks, and the model has no `blocks`; use --stages flops,"
+    " which cuts any model, or give it `blocks` (docs/pipeline.md)"
+)
+
+
+def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> ChainTrace:
+    """Trace the functions of a run's model, for the rows of one replica's microbatch on a device.
+
+    Raises:
+      ValueError: the model has no blocks.
+    """
+    model = make_model(run)
+    if model.chain is None:
+        raise ValueError(TIME_NEEDS_BLOCKS)
+    rows = max(run.batch // run.strategy.accumulate // num_replicas // row_shards, 1)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in make_microbatch(run, source).items()
+    }
+    return ChainTrace(model, run.loss, batch)
+
+
+LEAST_RUNS, LEAST_SECONDS = 5, 1.0
+"""Least runs and seconds of a block: a core that others use too is fast for a moment."""
+
+
+def flops_per_second(traced: ChainTrace, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Measure the flops per second of one local device, in the forward and backward of the costliest block.
+
+    The block is compiled and run on arbitrary values, for the traced rows.
+
+    Args:
+      traced: the model's functions.
+      clock: seconds.
+    """
+    costs = traced.costs("flops").blocks
+    number = max(range(len(costs)), key=lambda i: costs[i])
+    entering = traced.entering
+    for before in range(0 if traced.chain.stacked else number):
+        entering = jax.eval_shape(partial(traced.run, before), traced.block(before), entering)
+    block, activations = jax.tree.map(_values, (traced.block(number), entering))
+    leaves, structure = jax.tree.flatten(activations)
+    is_float = [_is_float(x) for x in leaves]
+
+    def total(block: Any, floats: list[jax.Array]) -> jax.Array:
+        left = iter(floats)
+        given = [next(left) if yes else x for x, yes in zip(leaves, is_float, strict=True)]
+        found = jax.tree.leaves(traced.run(number, block, jax.tree.unflatten(structure, given)))
+        return sum((jnp.square(x.astype(jnp.float32)).sum() for x in found if _is_float(x)), jnp.float32(0))
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
+    floats = [x for x, yes in zip(leaves, is_float, strict=True) if yes]
+    jax.block_until_ready(gradients(block, floats))  # compiles
+    runs, seconds, start = 0, 0.0, clock()
+    while runs < LEAST_RUNS or seconds < LEAST_SECONDS:
+        jax.block_until_ready(gradients(block, floats))
+        runs, seconds = runs + 1, clock() - start
+    return (1 + BACKWARD) * costs[number] * runs / seconds
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _values(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return random values that no operation skips and that do not overflow."""
+    if not _is_float(shape):
+        return jnp.zeros(shape.shape, shape.dtype)
+    return (0.02 * jax.random.normal(new_key(0), shape.shape)).astype(shape.dtype)

@@ -75,8 +75,19 @@ class Strategy:
         problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
-        problems += _find_predicted_problems(self.predicted)
-        problems += _reduce_problems(self.across.reduce_dtype, self.synchronisation)
+        problems += [f"predicted has {near(str(n), PARTS)}" for n in self.predicted if n not in PARTS]
+        problems += [
+            f"predicted.{name} is {value!r}; use seconds, 0 or more"
+            for name, value in self.predicted.items()
+            if name in PARTS and not (fits(value, float) and value >= 0)
+        ]
+        dtype, by = self.across.reduce_dtype, self.synchronisation.by
+        if dtype != "float32" and self.synchronisation.on_deltas:
+            problems.append(
+                f"reduce_dtype is {dtype!r}, and deltas are float32; use a codec: --combine {dtype}+mean"
+            )
+        if dtype != "float32" and isinstance(by, str) and "+" in by:
+            problems.append(f"reduce_dtype is {dtype!r}, and {by!r} has a codec already; use one of the two")
         if (parts := self.across.num_gradient_programs) > 1 and not self.synchronisation.is_mean:
             problems.append(
                 f"gradient_parts is {parts}, and {self.synchronisation.by!r} of {self.synchronisation.on} is"
@@ -181,18 +192,10 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
         if is_dataclass(item) and type(item) is type(getattr(default, each.name)):
             found[each.name] = _plain(item, name, left_out)
         elif isinstance(item, Mapping | str | bool | int | float | Path) or type(item) in (list, tuple):
-            found[each.name] = _item(item)
+            found[each.name] = str(item) if isinstance(item, Path) else item
         elif item is not None:  # such as a combiner, or an optax transformation, a tuple of functions
             left_out.append(name)
     return found
-
-
-def _item(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _item(each) for key, each in value.items()}
-    return [_item(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_strategy(path: Path) -> Strategy:
@@ -230,28 +233,3 @@ def _build(default: Any, values: Mapping[str, Any], path: str, problems: list[st
         nested = nested and isinstance(value, Mapping)
         found[key] = _build(inner, value, name, problems) if nested else value
     return replace(default, **found) if not problems else default
-
-
-def _find_predicted_problems(predicted: Mapping[str, Any]) -> list[str]:
-    """Return why these are not predicted seconds of a step, one line each."""
-    problems = [f"predicted has {near(str(name), PARTS)}" for name in predicted if name not in PARTS]
-    return problems + [
-        f"predicted.{name} is {value!r}; use seconds, 0 or more"
-        for name, value in predicted.items()
-        if name in PARTS and not (fits(value, float) and value >= 0)
-    ]
-
-
-def _reduce_problems(dtype: str, synchronisation: Synchronisation) -> list[str]:
-    """Return why gradients cannot be sent in a dtype, one line each."""
-    if dtype == "float32":
-        return []
-    by = synchronisation.by if isinstance(synchronisation.by, str) else ""
-    problems = []
-    if synchronisation.on_deltas:
-        problems.append(
-            f"reduce_dtype is {dtype!r}, and deltas are float32; use a codec: --combine {dtype}+mean"
-        )
-    if "+" in by:
-        problems.append(f"reduce_dtype is {dtype!r}, and {by!r} has a codec already; use one of the two")
-    return problems

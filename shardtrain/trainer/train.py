@@ -3,7 +3,8 @@
 Each part can be used separately, see the README.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,28 +26,27 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.elastic_run import mark_plain
-from shardtrain.trainer.elastic_sinks import ElasticSinks
+from shardtrain.trainer.elastic_run import ElasticRun, mark_plain
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
-from shardtrain.trainer.profiling import ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
-from shardtrain.trainer.program_mark import remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
-from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.run_folder import (
     check_folder,
     draw_curve,
     lock_folder,
     record_environment,
+    remove_mark,
+    take_mark,
     write_run_files,
 )
-from shardtrain.trainer.session import Session, make_session
+from shardtrain.trainer.session import ProfiledSteps, Session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
-from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text
+from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text, read_wall_seconds
 from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
@@ -109,7 +109,12 @@ def train(
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first and not is_elastic:
-            _say_mark(folder, output, stop)
+            # at once: notes wait for a display, and the same program may end this process first
+            if text := take_mark(folder):
+                output.say(text)
+            if stop is not None:
+                # the mark goes if the user ends this start
+                stop.before_end = partial(remove_mark, folder)
         prepared = PreparedRun(run, folder, islands, output, stack)
         if prepared.elastic is not None:
             prepared.elastic.command = command
@@ -117,13 +122,9 @@ def train(
         if prepared.coordination.is_first:
             stack.enter_context(lock_folder(folder, shared=is_elastic))
         record_environment(folder, prepared.coordination, output)
-        checkpoints = stack.enter_context(
-            RunCheckpoints(
-                prepared.run, folder, prepared.coordination, prepared.setup, prepared.island_step, output.note
-            )
-        )
+        checkpoints = stack.enter_context(RunCheckpoints(prepared, output.note))
         stop = stop or stack.enter_context(StopSignals())
-        session = make_session(prepared, checkpoints, output, activity, totals, profile, stack)
+        session = Session(prepared, checkpoints, output, activity, totals, profile, stack)
         with calling_end(session.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(session, stop)
@@ -143,15 +144,6 @@ def train(
     )
 
 
-def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> None:
-    """Say in which program an earlier start ended; remove the mark if the user ends this start."""
-    # at once: notes wait for a display, and the same program may end this process first
-    if text := take_mark(folder):
-        output.say(text)
-    if stop is not None:
-        stop.before_end = partial(remove_mark, folder)
-
-
 def _summarise(session: Session, step: int, programs: str) -> None:
     """Print time, compiled programs, speed compared with its prediction, and memory; all ranks call it."""
     prepared, output = session.prepared, session.output
@@ -159,21 +151,15 @@ def _summarise(session: Session, step: int, programs: str) -> None:
     output.say(session.spent.summary())
     if programs:
         output.say(programs)
-    _compare_speed(prepared, output)
+    if prepared.strategy.predicted and prepared.coordination.is_first:
+        try:
+            text = speed_text(read_jsonl(prepared.folder / METRICS), prepared.strategy.predicted)
+        except (OSError, ValueError) as error:
+            text = f"WARNING: the speed is not compared with its prediction: {error}"
+        if text is not None:
+            output.say(text)
     peaks = prepared.coordination.gather_after_work("peak memory", list(measure_peak_memory()))
     output.say(memory_text(peaks, prepared.coordination.grid))
-
-
-def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
-    """Print the speed of steps compared with the prediction of a plan, if the strategy has one."""
-    if not (prepared.strategy.predicted and prepared.coordination.is_first):
-        return
-    try:
-        text = speed_text(read_jsonl(prepared.folder / METRICS), prepared.strategy.predicted)
-    except (OSError, ValueError) as error:
-        text = f"WARNING: the speed is not compared with its prediction: {error}"
-    if text is not None:
-        output.say(text)
 
 
 def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
@@ -188,21 +174,16 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     prepared, note = session.prepared, session.output.note
     run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
-    skipped = _find_skipped_data(prepared, note)
+    # the record of skipped data; a run without waves is not replayed
+    skipped: SkippedData | None = None
+    if prepared.coordination.islands is not None and run.strategy.synchronisation.distance is not None:
+        skipped = SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
     newest: int | None = None
     position: Position | None = None
     while True:
         # all ranks restore the same checkpoint; after a rollback an older one
         with session.activity.at("restoring", waits=True, long=True):
-            find = partial(
-                find_start_point,
-                run,
-                session.checkpoints,
-                prepared.init,
-                prepared.wanted,
-                prepared.description,
-                newest,
-            )
+            find = partial(find_start_point, prepared, session.checkpoints, newest)
             if prepared.elastic is None:
                 start = find()
                 if prepared.coordination.is_first:
@@ -215,7 +196,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             note(text)
         rollbacks.restored(start.step)
         session.hooks.restored(start.step)
-        session.totals.record_resume(start.wall_seconds)
+        session.totals.record_resume(read_wall_seconds(start.extra.get(WALL_SECONDS)))
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)
@@ -236,14 +217,6 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             newest, position = rollbacks.find_newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
-
-
-def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
-    """Return the record of skipped data; None for a run without waves, which nobody replays."""
-    run, coordination = prepared.run, prepared.coordination
-    if coordination.islands is None or run.strategy.synchronisation.distance is None:
-        return None
-    return SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
 
 
 def _train_segment(
@@ -317,3 +290,45 @@ def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, sto
         output.say(sample)
     output.say(f"run folder: {folder}")
     return sample
+
+
+KEPT_LINES = 64
+"""Lines of metrics that an island keeps, to write them if the chief is lost before it has."""
+
+
+class ElasticSinks:
+    """A sink of which only the chief writes; others keep the newest lines, to write them if it is lost.
+
+    Args:
+      elastic: this island.
+      step: steps done when it joined.
+      open_sinks: (steps done) -> the sinks, with no later lines, and the step of the last line.
+    """
+
+    def __init__(
+        self, elastic: ElasticRun, step: int, open_sinks: Callable[[int], tuple[Sinks, int | None]]
+    ) -> None:
+        self._elastic, self._open, self._step = elastic, open_sinks, step
+        self._lines: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT_LINES)
+        self._sinks: Sinks | None = None
+        self.last_step: int | None = None
+        if elastic.may_write():
+            # this island has founded the run: what it did not restore is gone
+            self._sinks, self.last_step = open_sinks(step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines.append((step, values))
+        if not self._elastic.may_write():
+            return
+        if self._sinks is None:
+            # what earlier chiefs have written is of steps that this island has done too
+            self._sinks, self.last_step = self._open(step)
+        while self._lines:
+            step, values = self._lines.popleft()
+            if self.last_step is None or step > self.last_step:
+                self._sinks.write(step, values)
+                self.last_step = step
+
+    def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()

@@ -26,7 +26,7 @@ from shardtrain.errors.options import rewrite_texts
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
-from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.module_factory import construct
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.rng import new_key
@@ -71,7 +71,7 @@ def build(model: Any, seed: int = 0) -> Any:
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
-    values = _flat({"params": params, "model_state": model_state})
+    values = group_by_path({"params": params, "model_state": model_state})
     return _assemble(model, params, model_state, values.__getitem__, seed)
 
 
@@ -108,16 +108,9 @@ def load(
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
     params, model_state = jax.eval_shape(convert_model(model).init, new_key(0))
-    if wrong := _find_differences(reader, _flat({"params": params, "model_state": model_state})):
+    if wrong := _find_differences(reader, group_by_path({"params": params, "model_state": model_state})):
         wrong += _list_changed_options(reader.extra, model)
         raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
-    built = _assemble(model, params, model_state, _read_saved_values(reader, evaluated), seed=0)
-    if isinstance(model, Model):
-        return built
-    return set_mode(built, train=False)
-
-
-def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     exported = make_exported_params(how, reader.leaves, reader.read)
 
@@ -125,7 +118,10 @@ def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
         kind, _, name = path.partition("/")
         return jnp.asarray(exported(name) if kind == "params" else reader.read(path))
 
-    return value
+    built = _assemble(model, params, model_state, value, seed=0)
+    if isinstance(model, Model):
+        return built
+    return set_mode(built, train=False)
 
 
 def _find_differences(reader: CheckpointReader, wanted: Mapping[str, Any]) -> list[str]:
@@ -169,10 +165,6 @@ def _fill(kind: str, tree: Tree, values: Values) -> Tree:
     return jax.tree.map_with_path(lambda path, _: values(f"{kind}/{path_text(path)}"), tree)
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
 PARAMS = PARAMETERS[0]
 
 
@@ -214,7 +206,7 @@ def restore_model(
     """
     placement = make_placement(model, optax.identity(), layout, make_mesh(layout))
     state = restorable_state(placement)
-    wanted = {path: x for path, x in _flat(state).items() if path.startswith(PARAMETERS)}
+    wanted = {path: x for path, x in group_by_path(state).items() if path.startswith(PARAMETERS)}
     refuse(f"step {reader.step} is of another model than this one", _find_differences(reader, wanted))
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     computed = [path for path in wanted if path.startswith(PARAMS)] if how else []

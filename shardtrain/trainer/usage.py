@@ -208,20 +208,19 @@ def memory_text(peaks: Iterable[Sequence[int]], grid: PipelineGrid | None = None
     peaks = [PeakMemory(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
     of = "a device" if all(peak.of_device for peak in peaks) else "the process"
     texts = [bytes_text(peak.num_bytes) for peak in peaks]
-    names = [_rank_name(rank, grid) for rank in range(len(peaks))]
+    names = [f"rank {rank}" for rank in range(len(peaks))]
+    if grid is not None:
+        places = [divmod(rank, grid.num_stages) for rank in range(len(peaks))]
+        names = [
+            f"stage {stage}" + (f" of pipeline {replica}" if grid.num_replicas > 1 else "")
+            for replica, stage in places
+        ]
     if len(peaks) == 1:
         return f"peak memory of {of}: {texts[0]}"
     if len(peaks) > MOST_RANKS:
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
         return f"peak memory of {of}: {names[rank]} {texts[rank]}, the most of {len(peaks)} ranks"
     return f"peak memory of {of}: {', '.join(map(' '.join, zip(names, texts, strict=True)))}"
-
-
-def _rank_name(rank: int, grid: PipelineGrid | None) -> str:
-    if grid is None:
-        return f"rank {rank}"
-    stage, replica = rank % grid.num_stages, rank // grid.num_stages
-    return f"stage {stage}" if grid.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
 
 
 def compute_row_seconds_at_peak(

@@ -1,11 +1,12 @@
 """Record the events and skipped data of waves in `waves/`, replay them, and make the wave merge of a run.
 
-Next: `train_step/sync/waves.py`, `train_step/sync/barrier_schedule.py`.
+Next: `train_step/sync/waves.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
@@ -13,18 +14,18 @@ from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import count_waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import Waves, WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, Waves, WaveWorker
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.coordination import LONG_SECONDS
 from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.resume import MOST_INDEX, StartPoint
-from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.setup import RunSetup
+
+if TYPE_CHECKING:
+    from shardtrain.trainer.prepared_run import PreparedRun  # which imports this module
 
 WAVES = "waves"
 """Folder inside a run's folder; each island writes a file there."""
@@ -130,7 +131,17 @@ class SkippedData:
 
     def __init__(self, folder: Path, island: int, replay: Path | None, report: Callable[[str], None]) -> None:
         self._path, self._report = skips_file(folder, island), report
-        self._repeat = [] if replay is None else _read(skips_file(replay, island))
+        self._repeat: list[tuple[int, Position]] = []
+        path = None if replay is None else skips_file(replay, island)
+        for record in read_jsonl(path) if path is not None and path.is_file() else []:
+            numbers = []
+            for name in ("epoch", "index"):
+                # JSON lines are read as floats
+                value: Any = record.get(name)
+                value = int(value) if isinstance(value, float) and value.is_integer() else value
+                numbers.append(check_whole_number(value, f"{path}: {name}", MOST_INDEX))
+            position = Position(epoch=numbers[0], index=numbers[1])
+            self._repeat.append((int(record["step"]), position))
 
     def begin(self, step: int) -> None:
         """Drop the lines of a step and later ones: the run resumes from its checkpoint."""
@@ -154,21 +165,6 @@ class SkippedData:
     def end(self) -> None:
         """Stop the replay: the order of this run differs from now on."""
         self._repeat = []
-
-
-def _read(path: Path) -> list[tuple[int, Position]]:
-    found = []
-    for record in read_jsonl(path) if path.is_file() else []:
-        epoch, index = (_number(record.get(name), f"{path}: {name}") for name in ("epoch", "index"))
-        found.append((int(record["step"]), Position(epoch=epoch, index=index)))
-    return found
-
-
-def _number(value: float | None, name: str) -> int:
-    # JSON lines are read as floats
-    if isinstance(value, float) and value.is_integer():
-        return check_whole_number(int(value), name, MOST_INDEX)
-    return check_whole_number(value, name, MOST_INDEX)
 
 
 def train_as_repeated(
@@ -212,27 +208,20 @@ def make_barrier_schedule(run: Run) -> BarrierSchedule:
     return BarrierSchedule(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
-def make_waves(
-    run: Run,
-    setup: RunSetup,
-    coordination: Coordination,
-    shares: RowShares,
-    barriers: BarrierSchedule,
-    wave_log: WaveLog,
-    stage: StageCompute | None,
-) -> Waves:
-    """Make the merge at the end of each wave; all ranks call it.
+def make_waves(prepared: "PreparedRun", wave_log: WaveLog, compute: IslandCompute | StageCompute) -> Waves:
+    """Make the step of an island whose changes are merged at the end of each wave; all ranks call it.
 
     Args:
-      run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
-      stage: what this island computes if it is a stage of a pipeline.
+      prepared: the run.
+      wave_log: records the events.
+      compute: what this island computes.
 
     Raises:
       ValueError: an island has several processes; or the run to replay does not exist.
     """
-    islands, transfer = coordination.islands, coordination.transfer
+    run, coordination, barriers = prepared.run, prepared.coordination, prepared.barriers
+    islands = coordination.islands
     assert islands is not None
-    assert transfer is not None
     placement, control = islands.placement, islands.control
     if placement.num_islands < control.size:
         raise ValueError(
@@ -243,7 +232,7 @@ def make_waves(
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
     # islands that are stages push to those of the same stage
-    grid = setup.grid
+    grid = coordination.grid
     comm = islands.comm.Split(*((0, placement.island) if grid is None else (grid.stage, grid.replica)))
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, placement.island, len(ranks))
@@ -253,10 +242,9 @@ def make_waves(
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
-    sums = None if stage is None else stage.sums
-    worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, sums)
-    channel = Channel(transfer, coordination.gather_after_work)
-    arguments = (synchronisation, setup.placement, channel, worker, run.steps)
-    if stage is None or run.strategy.pipeline.in_flight == 1:
-        return Waves(*arguments)
-    return UnflushedWaves(stage, run.strategy.pipeline.in_flight, *arguments)
+    sums = compute.sums if isinstance(compute, StageCompute) else None
+    worker = WaveWorker(server, barriers, prepared.shares.own_share, coordination.timer.end, sums)
+    in_flight = run.strategy.pipeline.in_flight
+    if isinstance(compute, StageCompute) and in_flight > 1:
+        return UnflushedWaves(compute, in_flight, synchronisation, worker, run.steps)
+    return Waves(compute, synchronisation, worker, run.steps)

@@ -153,7 +153,7 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])
-    with pytest.raises(ValueError, match="has no best checkpoint"):
+    with pytest.raises(ValueError, match="has no best step"):
         find_checkpoint(tmp_path, "best")
 
 

@@ -11,6 +11,7 @@ import pytest
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.cli.replay import _make_programs, select_past
 from shardtrain.cli.run_options import parse_run
 from shardtrain.elastic.command_file import COMMAND
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
@@ -18,7 +19,6 @@ from shardtrain.elastic.messages import to_json
 from shardtrain.elastic.replay import hash_arrays
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.trainer.config import describe
-from shardtrain.trainer.replayed_run import _make_programs, select_past
 
 RUN = """
 import numpy as np

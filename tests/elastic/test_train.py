@@ -21,7 +21,7 @@ from shardtrain.elastic.history import read_history
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.elastic_run import prepare_elastic
+from shardtrain.trainer.island_run import prepare_elastic
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "elastic_run.py")
 

@@ -34,16 +34,24 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.plan.island_exchange import island_merges
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import IslandCombiner
-from shardtrain.train_step.island_compute import Training
-from shardtrain.train_step.island_step import make_island_step
+from shardtrain.train_step.island_combiner import Channel, IslandCombiner
+from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement, restorable_state
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_step
+from shardtrain.train_step.sync.every_step import make_sync
 
 FULL = "full" in sys.argv[1:]
+
+
+def make_island_step(
+    training, placement, channel, synchronisation=Synchronisation(), *, start_row=0, last_step=-1
+):
+    compute = IslandCompute(training, placement, channel, synchronisation, start_row)
+    return make_sync(compute, synchronisation, last_step)
+
+
 ROWS = 12
 MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8, dropout=0.3))
 RANDOM = np.random.default_rng(0)

@@ -13,6 +13,7 @@ import sys
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -131,14 +132,6 @@ class Laid:
 
     def start(self, folder: Path) -> tuple[RunCheckpoints, StartPoint]:
         run = dataclasses.replace(self.run, run_dir=folder)
-        checkpoints = RunCheckpoints(
-            run,
-            folder,
-            self.coordination,
-            self.setup,
-            self.prepared and self.prepared.island_step,
-            self.notes.append,
-        )
         model, optimizer, placement = self.setup.model, self.setup.optimizer, self.setup.placement
         description = {**describe(run), "data.fingerprint": "numbers"}
         if self.prepared is not None:
@@ -146,7 +139,18 @@ class Laid:
         else:
             init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
             wanted = restorable_state(placement)
-        return checkpoints, find_start_point(run, checkpoints, init, wanted, description)
+        prepared: Any = SimpleNamespace(
+            run=run,
+            folder=folder,
+            coordination=self.coordination,
+            setup=self.setup,
+            island_step=self.prepared and self.prepared.island_step,
+            init=init,
+            wanted=wanted,
+            description=description,
+        )
+        checkpoints = RunCheckpoints(prepared, self.notes.append)
+        return checkpoints, find_start_point(prepared, checkpoints)
 
     def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float]]:
         """The state and position after some steps, and their losses."""

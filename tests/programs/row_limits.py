@@ -16,7 +16,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.sync.every_step import EveryStep
 from shardtrain.trainer import evaluation, row_shares
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
@@ -36,7 +36,7 @@ RUN = Run(
 )
 found: dict = {}
 rows: list[int] = []
-step = IslandStep.__call__
+step = EveryStep.__call__
 
 
 def counted(self, state, batch):
@@ -44,7 +44,7 @@ def counted(self, state, batch):
     return step(self, state, batch)
 
 
-IslandStep.__call__ = counted  # type: ignore[method-assign]
+EveryStep.__call__ = counted  # type: ignore[method-assign]
 
 evaluated: list[int] = []
 make_evaluate = evaluation.make_evaluate

@@ -33,16 +33,12 @@ from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
-from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
-from shardtrain.train_step.stage_update import StageUpdate
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid, StageLinks
+from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, WaveWorker
 
 IN_FLIGHT, EVERY = int(sys.argv[1]), int(sys.argv[2])
 STEPS, DRAINED, STAGES, MICROBATCHES = 14, 8, 2, 2
@@ -127,10 +123,7 @@ def make_stage_step(barriers):
     ranks = list(range(GRID.stage, COMM.size, STAGES))
     server = ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60)
     worker = WaveWorker(server, barriers, lambda: SHARES[GRID.replica], lambda: None, compute.sums)
-    channel = Channel(transfer, control.all_gather)
-    step: Any = IslandStep(
-        compute, UnflushedWaves(compute, IN_FLIGHT, way, placement, channel, worker, STEPS)
-    )
+    step: Any = UnflushedWaves(compute, IN_FLIGHT, way, worker, STEPS)
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 

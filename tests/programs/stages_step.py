@@ -33,15 +33,14 @@ from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.island_step import IslandStep, make_sync
-from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_executor import StageExecutor
-from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
-from shardtrain.train_step.stage_update import StageUpdate
+from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid, StageLinks
+from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_evaluate, make_step
+from shardtrain.train_step.sync.every_step import make_sync
 
 FULL = "full" in sys.argv[2:]
 ROWS, SEQ, VOCAB = 40, 16, 32
@@ -255,7 +254,7 @@ def make(
         synchronisation,
         start,
     )
-    step: Any = IslandStep(compute, make_sync(compute, synchronisation, last_step))
+    step: Any = make_sync(compute, synchronisation, last_step)
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch

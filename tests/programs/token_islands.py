@@ -22,7 +22,7 @@ from shardtrain.islands.watchdog.stragglers import StepTimer
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step import island_step
+from shardtrain.train_step.sync.every_step import EveryStep
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -98,14 +98,14 @@ if AUTO:
     # by a clock that only this moves, each token of an island takes a time of its own, those of padding too
     assert ISLANDS is not None
     seconds_per_token = (0.0004, 0.0012)[ISLANDS.placement.island]
-    fast, now = island_step.IslandStep.__call__, [0.0]
+    fast, now = EveryStep.__call__, [0.0]
     StepTimer.__init__.__defaults__ = (lambda: now[0],)
 
     def slowed(self, state, batch):
         now[0] += batch["weights"].size * seconds_per_token
         return fast(self, state, batch)
 
-    island_step.IslandStep.__call__ = slowed
+    EveryStep.__call__ = slowed
 whole, printed = run("whole")
 if barrier("whole"):
     (FOLDER / "printed.txt").write_text(printed)

@@ -110,9 +110,12 @@ ALLOWED = {
     "shardtrain/system/untrusted_data.py": {"json.loads": BOUNDED, "tomllib.loads": BOUNDED},
     "shardtrain/system/untrusted_files.py": {"json.loads": BOUNDED, "os.fdopen": BOUNDED, "os.open": BOUNDED},
     "shardtrain/trainer/resume.py": {"json.loads": OWN},
-    "shardtrain/trainer/run_folder.py": {".open(rb)": "the last byte of a file that it appends to"},
+    "shardtrain/trainer/run_folder.py": {
+        ".open(rb)": "the last byte of a file that it appends to",
+        ".rmdir": "an empty folder",
+        ".unlink": "the mark that it made",
+    },
     "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
-    "shardtrain/trainer/program_mark.py": {".rmdir": "an empty folder", ".unlink": "the mark that it made"},
     "shardtrain/trainer/run_checkpoints.py": {"json.loads": OWN},
     "shardtrain/trainer/prepared_run.py": {"json.loads": OWN},
 }  # fmt: skip

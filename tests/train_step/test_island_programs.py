@@ -23,10 +23,10 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
-from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.island_compute import Training
-from shardtrain.train_step.island_step import make_island_step
+from shardtrain.train_step.island_combiner import Channel
+from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.sync.every_step import make_sync
 
 RANDOM = np.random.default_rng(0)
 TOKENS = {
@@ -62,7 +62,8 @@ def island_step(
     transfer = Transfer(mesh, cast(Any, [Alone()]))
     batch = place(batch, mesh, layout.batch_axes, microbatches)
     training, channel = Training(model, loss, optimizer), Channel(transfer, num_parts=num_parts)
-    step = make_island_step(training, placement, channel, batch=batch, **options)
+    compute = IslandCompute(training, placement, channel, batch=batch, **options)
+    step = make_sync(compute, options.get("synchronisation", Synchronisation()))
     return step, step.begin(init_state(model, optimizer, placement, 0), batch), batch, transfer
 
 

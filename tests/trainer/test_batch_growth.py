@@ -22,8 +22,8 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.batch_growth import growth_by_step, parse_growth
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.feed import growth_by_step, parse_growth
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 

@@ -21,7 +21,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.hooks import Hook, Hooks
 from shardtrain.trainer.metric_log import MetricLog
-from shardtrain.trainer.program_mark import ProgramMark
+from shardtrain.trainer.run_folder import ProgramMark
 from shardtrain.trainer.train import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

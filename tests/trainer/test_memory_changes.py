@@ -6,7 +6,6 @@ import shardtrain as st
 from shardtrain.cli import inspect
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.compile import Figures
-from shardtrain.trainer import planned
 from shardtrain.trainer.planned import list_memory_changes
 
 MODEL = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=2, mlp=16, remat="dots")
@@ -45,7 +44,7 @@ def test_inspect_shows_what_each_needs(monkeypatch):
         of = Figures(argument_bytes=1024, output_bytes=0, alias_bytes=0, temp_bytes=3072, collectives=())
         return replace(of, temp_bytes=1024) if run.strategy.remat == "full" else of
 
-    monkeypatch.setattr(planned, "compile_figures", compiled)
+    monkeypatch.setattr(inspect, "compile_figures", compiled)
     text = inspect._compile(RUN, inspect.InspectOptions(compile="cpu", memory=True), {"data": 1})
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "as given 1.0 KiB 3.0 KiB 4.0 KiB 100%" in rows

@@ -8,8 +8,8 @@ import pytest
 
 from shardtrain.report.trace import UNTIMED, find_operations, read_trace
 from shardtrain.report.trace_programs import read_sources
-from shardtrain.trainer import profiling
-from shardtrain.trainer.profiling import ProfiledStep, parse_steps
+from shardtrain.trainer import session
+from shardtrain.trainer.session import ProfiledStep, parse_steps
 
 
 class Counted(NamedTuple):
@@ -60,7 +60,7 @@ def test_a_rollback_ends_the_trace(tmp_path, monkeypatch):
     reports: list[Any] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **options: reports.append("begun"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: reports.append("ended"))
-    monkeypatch.setattr(profiling, "profile_text", lambda folder, num_steps: num_steps)
+    monkeypatch.setattr(session, "profile_text", lambda folder, num_steps: num_steps)
     numbers = iter([1, 2, 3, 2, 3, 4])
     step = ProfiledStep(plain_step, parse_steps("2-4"), lambda: next(numbers), tmp_path, reports.append)
     state, batch = Counted(jnp.int32(0), jnp.ones((8, 8))), jnp.ones((8, 8))

@@ -11,7 +11,7 @@ import pytest
 
 from shardtrain.system.run_lock import hold_lock
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.trainer.program_mark import MARK, ProgramMark, remove_mark, take_mark
+from shardtrain.trainer.run_folder import MARK, ProgramMark, remove_mark, take_mark
 
 ABORTING = """
 import os

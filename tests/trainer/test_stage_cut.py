@@ -27,8 +27,8 @@ from shardtrain.trainer.stage_cut import (
     cut_text,
     describe_island_devices,
     find_stage_devices,
+    flops_per_second,
 )
-from shardtrain.trainer.traced_cut import flops_per_second
 
 FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
 

@@ -1,31 +1,42 @@
-"""Combine the islands' gradients in every step, and update alike on all of them."""
+"""Combine the islands' gradients in every step, and update alike on all of them; or make local steps.
 
-from typing import Any
+Next: `local_steps.py`; `waves.py`, which needs more than these.
+"""
 
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
+from shardtrain.train_step.island_compute import IslandCompute
+from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Metrics, State
-from shardtrain.train_step.sync.island_sync import Compute, IslandSync
+from shardtrain.train_step.sync.local_steps import LocalSteps
 
 
-class EveryStep(IslandSync):
+class EveryStep(IslandStep):
     """Islands that combine their gradients in every step.
 
     Args:
       compute: what this island computes.
     """
 
-    def __init__(self, compute: Compute) -> None:
-        self._exchange = compute.exchange
-        self.labels, self.keeps_state = self._exchange.labels, self._exchange.keeps_state
+    def __init__(self, compute: IslandCompute | StageCompute) -> None:
+        super().__init__(compute, compute.exchange.combiners)
 
-    def begin(self, state: State, sums: Any) -> State:
-        """Return the state with that of the combiner, see `IslandSync`."""
-        return state._replace(combine_state=self._exchange.init())
-
-    def wanted(self, state: State, sums: Any) -> State:
-        """Return the shapes of what `begin` returns, see `IslandSync`."""
-        return state._replace(combine_state=self._exchange.wanted())
-
-    def run(self, compute: Compute, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        return compute.step_together(state, batch)
+        return self.compute.step_together(state, batch)
+
+
+def make_sync(
+    compute: IslandCompute | StageCompute, synchronisation: Synchronisation, last_step: int = -1
+) -> IslandStep:
+    """Make the step of an island by a synchronisation without a `distance`.
+
+    Args:
+      compute: what this island computes.
+      synchronisation: how islands are synchronised.
+      last_step: the last step of the run, see `step.make_step`.
+    """
+    if synchronisation.on_deltas:
+        return LocalSteps(compute, synchronisation, last_step)
+    return EveryStep(compute)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.drift import merge_fragment, merge_rounds, select_combined, send
 from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Local, Metrics, State, split_fragments
 from shardtrain.train_step.sync.merge import Merge
 
@@ -42,15 +42,15 @@ class LocalSteps(Merge):
     It is a `drift.Rounds`.
 
     Args:
+      compute: what this island computes.
       synchronisation: says when islands merge, by which combiner and with which outer optimizer.
-      placement: the placement of the parameters on this island.
-      channel: to the other islands.
       last_step: the last step of the run, which merges everything that is left; -1 if there is none.
     """
 
     def __init__(
-        self, synchronisation: Synchronisation, placement: Placement, channel: Channel, last_step: int = -1
+        self, compute: IslandCompute | StageCompute, synchronisation: Synchronisation, last_step: int
     ) -> None:
+        placement, channel = compute.placement, compute.channel
         fragments, params = split_fragments(synchronisation, placement.specs), placement.specs.abstract.params
         # one combiner and one program of each purpose for each round
         numbered = list(enumerate(zip(fragments, synchronisation.rounds, strict=True)))
@@ -58,7 +58,7 @@ class LocalSteps(Merge):
             IslandCombiner(each.combiner, placement, channel.transfer, fragment.take(params))
             for _, (fragment, each) in numbered
         ]
-        super().__init__(synchronisation, placement, fragments, combiners)
+        super().__init__(compute, synchronisation, fragments, combiners)
         self._channel, self._last_step = channel, last_step
         found = self.shardings(placement.state)
         found = found._replace(local=_drop_unneeded(found.local))
@@ -98,8 +98,12 @@ class LocalSteps(Merge):
         self._channel.all_gather("merge", None)
         metrics: Metrics = {}
         ends_rounds = synchronisation.is_due(rounds[-1], number, last_step)
-        if ends_rounds:
-            metrics, state = self._reduce_totals(state)
+        local = state.local
+        if ends_rounds and jax.tree.leaves(local.sums):
+            # add up the sums of all islands, and begin them anew
+            transfer = self._channel.transfer
+            metrics["sums"], _ = all_reduce_totals(transfer, local.sums, (), local.sums["count"])
+            state = state._replace(local=local._replace(sums=jax.tree.map(jnp.zeros_like, local.sums)))
         self._is_last = number == last_step
         state, found = merge_rounds(synchronisation, self, number, last_step, (state, {}))
         self._last = (state.step, number)
@@ -159,15 +163,6 @@ class LocalSteps(Merge):
             deltas, count = jax.tree.map(jnp.copy, (deltas, count))
         started = self._combiners[number].start(deltas, count, state.combine_state[number])
         return _PendingMerge(deltas, count, started)
-
-    def _reduce_totals(self, state: State) -> tuple[Metrics, State]:
-        """Add up the sums of all islands, and begin them anew."""
-        local = state.local
-        if not jax.tree.leaves(local.sums):
-            return {}, state
-        sums, _ = all_reduce_totals(self._channel.transfer, local.sums, (), local.sums["count"])
-        local = local._replace(sums=jax.tree.map(jnp.zeros_like, local.sums))
-        return {"sums": sums}, state._replace(local=local)
 
 
 def _drop_unneeded(local: Local) -> Local:

@@ -14,18 +14,20 @@ from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_compute import IslandCompute
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.placement import Placement, find_own_shardings
+from shardtrain.train_step.placement import find_own_shardings
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Local, Metrics, State, init_local, init_outer
-from shardtrain.train_step.sync.island_sync import Compute, IslandSync
 
 
-class Merge(IslandSync):
+class Merge(IslandStep):
     """Islands that merge what they changed in their own steps, and the part of the state that this needs.
 
     Args:
+      compute: what this island computes.
       synchronisation: how islands are synchronised.
-      placement: the placement of the parameters on this island.
       fragments: the part of the parameters that each round merges.
       combiners: the combiner of each round; () if the merge uses none.
 
@@ -35,39 +37,38 @@ class Merge(IslandSync):
 
     def __init__(
         self,
+        compute: IslandCompute | StageCompute,
         synchronisation: Synchronisation,
-        placement: Placement,
         fragments: Sequence[Fragment],
         combiners: Sequence[IslandCombiner] = (),
     ) -> None:
-        self._synchronisation, self._placement = synchronisation, placement
-        self._fragments, self._combiners = fragments, combiners
-        self.labels = combiners[0].labels if len(combiners) == 1 else []
-        self.keeps_state = any(combiner.keeps_state for combiner in combiners)
+        super().__init__(compute, combiners)
+        self._synchronisation, self._fragments = synchronisation, fragments
+        self.labels = self.labels if len(combiners) == 1 else []
         self._last: tuple[Any, int] = (None, 0)
 
-    def begin(self, state: State, sums: Any) -> State:
-        """Return the state with the fields of an island that has changed nothing yet, see `IslandSync`."""
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state with the fields of an island that has changed nothing yet, see `IslandStep`."""
+        sums = self.compute.find_sum_shapes(state, batch)
         shardings = self.shardings(state, sums)
         create = jax.jit(self._create(sums), out_shardings=(shardings.local, shardings.outer_state))
         local, outer_state = create(state.params, state.model_state)
-        state = state._replace(local=local, outer_state=outer_state)
-        return self._add_combine_state(state, [combiner.init() for combiner in self._combiners])
+        return super().begin(state._replace(local=local, outer_state=outer_state), batch)
 
-    def wanted(self, state: State, sums: Any) -> State:
+    def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes, dtypes and shardings of what `begin` returns."""
+        sums = self.compute.find_sum_shapes(state, batch)
         shardings = self.shardings(state, sums)
         local, outer_state = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(self._create(sums), state.params, state.model_state),
             (shardings.local, shardings.outer_state),
         )
-        state = state._replace(local=local, outer_state=outer_state)
-        return self._add_combine_state(state, [combiner.wanted() for combiner in self._combiners])
+        return super().wanted(state._replace(local=local, outer_state=outer_state), batch)
 
     def shardings(self, state: State, sums: Any = ()) -> State:
         """Return the shardings of a state with what `begin` adds."""
-        return find_own_shardings(self._synchronisation, self._placement, state, sums)
+        return find_own_shardings(self._synchronisation, self.compute.placement, state, sums)
 
     def _create(self, sums: Any) -> Callable[[Any, Any], tuple[Local, Any]]:
         def create(params: Any, model_state: Any) -> tuple[Local, Any]:
@@ -78,9 +79,6 @@ class Merge(IslandSync):
 
         return create
 
-    def _add_combine_state(self, state: State, combine_state: list[Any]) -> State:
-        return state._replace(combine_state=combine_state) if self._combiners else state
-
     def steps_done(self, state: State) -> int:
         """Return the steps done; waits for the device only if the state is not the one returned last."""
         step, number = self._last
@@ -89,15 +87,16 @@ class Merge(IslandSync):
             self._restart(state, number)
         return number
 
-    def run(self, compute: Compute, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step, and the merge that may follow it; the first `synchronous_steps` average gradients."""
-        number = self.steps_done(state) + 1
+        compute, number = self.compute, self.steps_done(state) + 1
         is_local = not self._synchronisation.is_synchronous(number)
         if is_local:
             new, metrics = compute.step_alone(state._replace(combine_state=()), batch)
         else:
             # a mean keeps no arrays, so the shapes of its state are its state
-            plain = state._replace(combine_state=compute.exchange.wanted(), local=(), outer_state=())
+            shapes = [each.wanted() for each in compute.exchange.combiners]
+            plain = state._replace(combine_state=shapes, local=(), outer_state=())
             new, metrics = compute.step_together(plain, batch)
             # nothing was changed alone, and the model state is common
             own = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))

@@ -7,6 +7,7 @@ uses the weights of its forward, which are kept until then (the weight stashing 
 """
 
 from collections import deque
+from copy import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,6 @@ from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import Metrics, State
-from shardtrain.train_step.sync.island_sync import Compute
 from shardtrain.train_step.sync.waves import Waves
 
 
@@ -60,11 +60,11 @@ class UnflushedWaves(Waves):
     Args:
       stage: what this stage computes.
       in_flight: batches between the forward of the first stage and the update.
-      of_waves: the arguments of `Waves`.
+      of_waves: the further arguments of `Waves`.
     """
 
     def __init__(self, stage: StageCompute, in_flight: int, *of_waves: Any) -> None:
-        super().__init__(*of_waves)
+        super().__init__(stage, *of_waves)
         self._stage, self._in_flight, self._barriers = stage, in_flight, self.worker.barriers
         stage.sums.requests_barrier = False
         self._ahead = count_forwards_ahead(stage.grid.num_stages, in_flight)[stage.grid.stage]
@@ -77,7 +77,7 @@ class UnflushedWaves(Waves):
         self._newest: tuple[Any, int] = (None, 0)
         self._updates = 0
 
-    def run(self, compute: Compute, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Start a step, and end the one that leaves the pipeline; end all at a barrier."""
         number = self._count_started(state) + 1
         found: list[Metrics] = []
@@ -122,7 +122,9 @@ class UnflushedWaves(Waves):
         self._weights = weights
         params = self._stage.borrowed.exchange(weights)
         key = step_key(state.seed, jnp.int32(number - 1))
-        programs = self._stage.programs.copy_for_batch(params, state.local.model_state, key, batch)
+        # with arrays of their own
+        programs = copy(self._stage.programs)
+        programs.begin(params, state.local.model_state, key, batch)
         self._stage.turns.once("training tasks", programs.compile)
         executor = self._executors[number % len(self._executors)]
         executor.run(programs, "forward")

@@ -5,7 +5,7 @@ updates, each weighted by its island's share of the rows; an island continues wh
 `distance` waves behind. Next: `islands/parameter_server.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,16 +14,66 @@ import numpy as np
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.parameter_shard import Push
-from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_links import StageSums
-from shardtrain.train_step.state import Local, Metrics, State, split_fragments
-from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.state import Metrics, State, split_fragments
 from shardtrain.train_step.sync.merge import Merge
 
 if TYPE_CHECKING:
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
+
+
+class BarrierSchedule:
+    """The steps after which islands synchronise to vote, save, evaluate or stop.
+
+    Every merge and every average of gradients is a barrier. Waves have a barrier only if all islands must do
+    something, or if one of them requests it.
+
+    Args:
+      synchronisation: how islands are synchronised.
+      last_step: the last step of the run.
+      saves_every: steps between saves; None if saves are not planned by steps.
+      others_every: steps between other actions of all islands, such as evaluations.
+
+    Attributes:
+      is_requested: whether this island requests a barrier as soon as possible.
+      requested_step: the step of a requested barrier; -1 if none was requested.
+      replayed: the steps of the barriers of an earlier run that is replayed.
+
+    >>> waves = Synchronisation(on="deltas", every=4, distance=2)
+    >>> barriers = BarrierSchedule(waves, last_step=30, saves_every=10)
+    >>> [step for step in range(1, 31) if barriers.is_due(step)]
+    [12, 20, 30]
+    >>> barriers.requested_step = 16
+    >>> barriers.is_due(16)
+    True
+    """
+
+    def __init__(
+        self,
+        synchronisation: Synchronisation,
+        last_step: int,
+        saves_every: int | None = None,
+        others_every: Sequence[int] = (),
+    ) -> None:
+        self._synchronisation, self._last_step = synchronisation, last_step
+        self._saves_every, self._others_every = saves_every, tuple(others_every)
+        self.is_requested, self.requested_step = False, -1
+        self.replayed: frozenset[int] = frozenset()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether there is a barrier after a step, requested or known from the beginning."""
+        every, saves_every = self._synchronisation.every, self._saves_every
+        is_synchronous = self._synchronisation.is_synchronous(step)
+        if step in (self._last_step, self.requested_step, *self.replayed) or is_synchronous:
+            return True
+        if self._synchronisation.distance is None:
+            return step % every == 0 or (saves_every is not None and step % saves_every == 0)
+        # at the end of a wave in which something becomes due
+        periods = [saves_every, *self._others_every]
+        return step % every == 0 and any(step // n > (step - every) // n for n in periods if n)
 
 
 class WaveWorker(NamedTuple):
@@ -51,24 +101,23 @@ class Waves(Merge):
     other pipelines. All stages of a pipeline have barriers after the same wave.
 
     Args:
+      compute: what this island computes, which is one process.
       synchronisation: how many steps a wave has, and how many waves an island may be ahead.
-      placement: the placement of the parameters on this island, which is one process.
-      channel: to the other islands, for the model's state at barriers.
       worker: what this island is connected to.
       last_step: the last step of the run, which ends the last wave.
     """
 
     def __init__(
         self,
+        compute: IslandCompute | StageCompute,
         synchronisation: Synchronisation,
-        placement: Placement,
-        channel: Channel,
         worker: WaveWorker,
         last_step: int = -1,
     ) -> None:
         assert synchronisation.distance is not None
-        super().__init__(synchronisation, placement, split_fragments(synchronisation, placement.specs))
-        self._distance, self._channel, self._last_step = synchronisation.distance, channel, last_step
+        fragments = split_fragments(synchronisation, compute.placement.specs)
+        super().__init__(compute, synchronisation, fragments)
+        self._distance, self._channel, self._last_step = synchronisation.distance, compute.channel, last_step
         self.worker, self._parameters = worker, worker.parameters
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
 
@@ -111,8 +160,10 @@ class Waves(Merge):
         drift *= np.float32(self.worker.share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
         clock, is_due, requests_barrier = self._clock + 1, barriers.is_due(number), barriers.is_requested
-        if stages is not None:
-            requests_barrier = stages.any_requests_barrier(requests_barrier)
+        if stages is not None and (found := stages.requests_barrier) is not None:
+            requests_barrier = found
+        elif stages is not None:
+            requests_barrier = stages.add("the request of a barrier", float(requests_barrier)) > 0
         push = Push(
             step=number,
             least=clock if is_due else clock - self._distance,
@@ -122,7 +173,10 @@ class Waves(Merge):
             at_barrier=is_due,
         )
         answer = self._parameters.push(push)
-        barrier = answer.barrier if stages is None else stages.find_barrier(answer.barrier)
+        # the first stage's answer is that of all
+        barrier = answer.barrier
+        if stages is not None:
+            barrier = int(stages.send_down("the next barrier", float(barrier)))
         if barrier == clock and not is_due:
             # another island requested a barrier here: wait for the waves of all
             is_due, totals = True, answer.totals
@@ -139,8 +193,14 @@ class Waves(Merge):
             barriers.requested_step = number + (barrier - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
         self._channel.transfer.num_bytes += self._parameters.take_bytes()
-        params = jax.device_put(split_arrays(answer.values, state.params), self._placement.state.params)
-        state = state._replace(params=params, local=_next_wave(local, is_due))
+        params = jax.device_put(
+            split_arrays(answer.values, state.params), self.compute.placement.state.params
+        )
+        new, sums = jax.tree.map(jnp.zeros_like, (local.drift, local.sums))
+        # the examples since the last barrier weigh the model's state
+        count = jnp.zeros_like(local.count) if is_due else local.count
+        own_local = local._replace(drift=new, sums=sums, count=count)
+        state = state._replace(params=params, local=own_local)
         if is_due:
             model_state = average_model_state(self._channel.transfer, local.model_state, local.count[0])
             own = jax.tree.map(jnp.copy, model_state)
@@ -149,8 +209,9 @@ class Waves(Merge):
         return state, {"sums": found}
 
     def close(self) -> None:
-        """End the thread that serves parameters."""
+        """End the thread that serves parameters, and those of this step."""
         self._parameters.close()
+        super().close()
 
 
 def concatenate_arrays(tree: Any) -> tuple[np.ndarray, list[tuple[slice, Any]]]:
@@ -176,10 +237,3 @@ def split_arrays(values: np.ndarray, like: Any) -> Any:
     parts = np.split(values, np.cumsum([leaf.size for leaf in leaves])[:-1])
     arrays = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
     return jax.tree.unflatten(structure, arrays)
-
-
-def _next_wave(local: Local, is_due: bool) -> Local:
-    drift, sums = jax.tree.map(jnp.zeros_like, (local.drift, local.sums))
-    # the examples since the last barrier weigh the model's state
-    count = jnp.zeros_like(local.count) if is_due else local.count
-    return local._replace(drift=drift, sums=sums, count=count)
