@@ -96,21 +96,21 @@ def test_a_large_batch_and_its_rate_follow_the_replicas(trained):
 
 
 @pytest.mark.full
-def test_accpar_splits_dense_layers_by_features(trained):
-    options = ["--model.filters", "4", "--model.hidden", "8", "--batch", "16", "--steps", "3"]
-    # of groups of one channel the gradient of a bias is only rounding
-    options += [
-        "--model.num-groups",
-        "2",
-        "--optimizer.name",
-        "sgd",
-        "--optimizer.learning-rate.peak",
-        "0.01",
-    ]
-    one, _ = trained("digits_vgg", 1, *options)
+@pytest.mark.parametrize(
+    ("example", "preset", "options"),
+    [
+        # of groups of one channel the gradient of a bias is only rounding
+        ("digits_vgg", "accpar", ("--model.filters", "4", "--model.hidden", "8", "--model.num-groups", "2")),
+        ("digits_resnet", "flexflow", ()),
+    ],
+)
+def test_operators_with_shardings_of_their_own_are_one_device(example, preset, options, trained):
+    rate = ["--optimizer.name", "sgd", "--optimizer.learning-rate.peak", "0.01"]
+    options = [*EXAMPLES.get(example, ()), *options, *rate, "--batch", "16", "--steps", "3"]
+    one, _ = trained(example, 1, *options)
     Path("run1").rename("one")
-    preset = ["--cpu-devices", "4", "--strategy", str(ROOT / "meshes/accpar.toml")]
-    four, printed = trained("digits_vgg", 1, *options, *preset)
+    layout = ["--cpu-devices", "4", "--strategy", str(ROOT / f"meshes/{preset}.toml")]
+    four, printed = trained(example, 1, *options, *layout)
     assert "layout checked" in printed
     for line, expected in zip(four, one, strict=True):
         assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=2e-5)
