@@ -101,12 +101,12 @@ def test_a_large_batch_and_its_rate_follow_the_replicas(trained):
     [
         # of groups of one channel the gradient of a bias is only rounding
         ("digits_vgg", "accpar", ("--model.filters", "4", "--model.hidden", "8", "--model.num-groups", "2")),
-        ("digits_resnet", "flexflow", ()),
+        ("digits_resnet", "flexflow", ("--model.filters", "8")),
     ],
 )
 def test_operators_with_shardings_of_their_own_are_one_device(example, preset, options, trained):
     rate = ["--optimizer.name", "sgd", "--optimizer.learning-rate.peak", "0.01"]
-    options = [*EXAMPLES.get(example, ()), *options, *rate, "--batch", "16", "--steps", "3"]
+    options = [*options, *rate, "--batch", "16", "--steps", "3"]
     one, _ = trained(example, 1, *options)
     Path("run1").rename("one")
     layout = ["--cpu-devices", "4", "--strategy", str(ROOT / f"meshes/{preset}.toml")]
