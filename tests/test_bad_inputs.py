@@ -111,7 +111,7 @@ OPTIONS = {
     "--optimizer.name adamw2": "'adamw2' | 'adamw', 'sgd'",
     "--optimizer.learning-rate.peak inf --optimizer.learning-rate.warmup -5": "peak is inf; give a number, finite | warmup is -5 steps; it must be 0 or more",
     "--optimizer.clip nan --optimizer.weight-decay -0.1": "clip is nan; give a number or None, finite | weight_decay is -0.1; it must be a number, 0 or more",
-    "--checkpoints.every-steps 0 --checkpoints.keep 0 --checkpoints.every-minutes nan": "every_steps is 0; use None, 1 or more | keep is 0; use 1 or more | every_minutes is nan; give a number or None, finite",
+    "--checkpoints.every-steps 0 --checkpoints.keep 0 --checkpoints.every-minutes nan": "every_steps is 0; use 1 or more | keep is 0; use 1 or more | every_minutes is nan; give a number or None, finite",
     "--recovery.spike -1": "spike is -1.0; use a number above 0, such as 8, or None",
     "--recovery.rollbacks 3": "--recovery.rollbacks: set recovery.rollbacks in the run file",
     "--data.seq 0 --data.heldout-fraction nan": "seq is 0; use 1 or more | heldout_fraction is nan",

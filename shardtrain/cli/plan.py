@@ -102,12 +102,12 @@ def _add_operators(run: Run, space: Space, plan: ClusterPlan) -> tuple[ClusterPl
             space=space,
             best=kind.plan.ranked[0],
         )
+        chosen = found.best and make_operator_choice(run, kind.subject.batch, found.best)
     except ValueError as problem:
         return plan, f"operators: {problem}\n"
     ranked = list(kind.plan.ranked)
-    if found.best is not None:
-        choice = make_operator_choice(run, kind.subject.batch, found.best)
-        insort(ranked, choice, key=lambda each: each.order)
+    if chosen is not None:
+        insort(ranked, chosen, key=lambda each: each.order)
     kind = replace(kind, plan=replace(kind.plan, ranked=tuple(ranked)))
     return replace(plan, kinds=(kind,)), operators_text(found)
 

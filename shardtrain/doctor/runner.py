@@ -152,21 +152,23 @@ def collect_in_thread(check: Check, context: RankContext) -> Facts:
     Returns:
       The outcome: `facts` (None if the check failed), `failed` (the error text, or None), `hung`, `seconds`.
     """
-    box: Facts = {"facts": None, "failed": None}
+    collected: Facts = {"facts": None, "failed": None}
 
     def collect() -> None:
         try:
             # through JSON, as facts arrive from other ranks: tuples become lists on every rank
-            box["facts"] = json.loads(json.dumps(check.collect(context)))
+            collected["facts"] = json.loads(json.dumps(check.collect(context)))
         except Exception as error:
-            box["failed"] = f"{type(error).__name__}: {error}"
+            collected["failed"] = f"{type(error).__name__}: {error}"
 
     began = time.monotonic()
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
     thread.join(check.limit_seconds)
     hung = thread.is_alive()
-    found = {"facts": None, "failed": f"it did not end within {check.limit_seconds:.0f} s"} if hung else box
+    found = (
+        {"facts": None, "failed": f"it did not end within {check.limit_seconds:.0f} s"} if hung else collected
+    )
     return {**found, "hung": hung, "seconds": time.monotonic() - began}
 
 

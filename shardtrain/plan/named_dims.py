@@ -78,7 +78,9 @@ def merge_numbers(alike: Iterable[Sequence[str]]) -> Callable[[str], str]:
     same: dict[str, str] = {}
 
     def find(number: str) -> str:
-        return find(same[number]) if number in same else number
+        while number in same:
+            number = same[number]
+        return number
 
     def rename(name: str) -> str:
         first, colon, number = name.partition(":")
@@ -149,7 +151,10 @@ def _update(equation: Any, dims: Sequence[Dims]) -> OutputNames:
 
 
 def _reshape(equation: Any, dims: Sequence[Dims]) -> OutputNames:
-    """Name the first dim of each group of merged or split dims by the first name of the group."""
+    """Name the first dim of each group of merged or split dims by the first name of the group.
+
+    Numbered channels are followed as parts of an array are: if they are the first.
+    """
     (given, *_), (shape,), names = _shapes(equation.invars), _shapes(equation.outvars), dims[0]
     found: list[str | None] = [None] * len(shape)
     for inside, results in find_reshaped(given, shape):
@@ -159,7 +164,8 @@ def _reshape(equation: Any, dims: Sequence[Dims]) -> OutputNames:
         elif of_group == (EXPERT_SLOTS,) and len(results) == 2:
             found[results[0]], found[results[1]] = SLOTS
         else:
-            found[results[0]] = next(filter(None, of_group), None)
+            name = next(filter(None, of_group), None)
+            found[results[0]] = of_group[0] if name and ":" in name else name
     return OutputNames((tuple(found),))
 
 

@@ -1,5 +1,7 @@
 """Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
+from collections.abc import Sequence
+
 from shardtrain.plan.operators.search import OperatorPlan, SearchResult
 from shardtrain.plan.operators.shardings import ShardedOperators, Sharding
 from shardtrain.plan.space import mesh_text
@@ -18,7 +20,8 @@ def operators_text(plan: OperatorPlan) -> str:
     layout, best = plan.best_layout, plan.best
     if not plan.searched:
         return (
-            "\noperators: no layout to start from, as the model has experts, or all layouts only split rows\n"
+            "\noperators: no layout to start from: the model has experts, or each layout only splits rows,"
+            " sequences or channels of convolutions, or sends less than its operators would by themselves\n"
         )
     starts = ", ".join(mesh_text(each.layout.choice.layout) for each in plan.searched)
     text = f"\noperators: searched from {starts}\n"
@@ -36,30 +39,34 @@ def operators_text(plan: OperatorPlan) -> str:
 
 def _differences(found: SearchResult) -> str:
     space, ruled, best = found.best.space, found.start.shardings, found.best.shardings
-    different = [
-        (max(space.seconds(i, rule), space.seconds(i, found)), i)
-        for i, (rule, found) in enumerate(zip(ruled, best, strict=True))
-        if split_text(space, rule) != split_text(space, found)
+    rows = []
+    for lead, members in space.graph.groups.items():
+        if ruled[lead] != best[lead]:
+            of_ways = [
+                (split_text(space, lead, way[lead]), _sum_seconds(space, members, way))
+                for way in (ruled, best)
+            ]
+            (before, took), (after, takes) = of_ways
+            rows.append((max(took, takes), space.graph.operators[lead].scope, before, after, took, takes))
+    shown = [
+        (*row, seconds_text(took), seconds_text(takes)) for _, *row, took, takes in sorted(rows, reverse=True)
     ]
-    shown = sorted(different, reverse=True)[:MOST_SHOWN]
-    rows = [
-        (
-            space.graph.operators[i].name,
-            split_text(space, ruled[i]),
-            split_text(space, best[i]),
-            seconds_text(space.seconds(i, ruled[i])),
-            seconds_text(space.seconds(i, best[i])),
-        )
-        for _, i in shown
-    ]
-    title = f"{len(different)} operators are sharded differently than by rules; the longest:"
-    return table_text(("operator", "by rules", "best", "takes", "then"), rows, title=title)
+    title = (
+        f"{len(rows)} operators, and what follows each, are sharded differently than by rules; the longest:"
+    )
+    return table_text(("operator", "by rules", "best", "takes", "then"), shown[:MOST_SHOWN], title=title)
 
 
-def split_text(space: ShardedOperators, sharding: Sharding) -> str:
+def _sum_seconds(space: ShardedOperators, numbers: Sequence[int], shardings: Sequence[Sharding]) -> float:
+    return sum(space.seconds(number, shardings[number]) for number in numbers)
+
+
+def split_text(space: ShardedOperators, number: int, sharding: Sharding) -> str:
     """Format how an operator is sharded: each dim and over how many devices."""
     parts: dict[str, int] = {}
     for size, dim in zip(space.sizes.values(), sharding, strict=True):
         if dim is not None:
-            parts[dim] = size * parts.get(dim, 1)
-    return ", ".join(f"{dim} {number}" for dim, number in sorted(parts.items())) or "whole"
+            summed = "" if dim in space.graph.operators[number].result else " (summed)"
+            name = dim.partition(":")[0] + summed
+            parts[name] = size * parts.get(name, 1)
+    return ", ".join(f"{name} {size}" for name, size in sorted(parts.items())) or "whole"

@@ -31,6 +31,9 @@ def make_operator_choice(
       run: the run.
       batch: name -> shape and dtype.
       found: the result of the search.
+
+    Raises:
+      ValueError: it shards an operator that a run does not.
     """
     result, choice = found.result, found.layout.choice
     space, model = result.best.space, make_model(run)
@@ -43,6 +46,11 @@ def make_operator_choice(
             continue
         for number in members:
             each = space.graph.operators[number]
+            if number == lead and each.scope not in operators:
+                raise ValueError(
+                    f"a run computes {each.scope} by code for each device, and the search would shard it;"
+                    " use the best layout"
+                )
             if number == lead:
                 dims = operators[each.scope].dims
             elif each.kind == "update":

@@ -16,7 +16,6 @@ from shardtrain.models.attention import attend
 from shardtrain.plan.compile import Figures
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer import planned
 
 CONFIG = TinyConfig()
 H100 = SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0")
@@ -77,7 +76,7 @@ def test_inspect_prints_the_lines_of_the_compiled_step(monkeypatch):
             jax.eval_shape(lambda x: attend(find_model_ops(), x, x, x, "xla"), x)
         return Figures(argument_bytes=1, output_bytes=0, alias_bytes=0, temp_bytes=3, collectives=())
 
-    monkeypatch.setattr(planned, "compile_figures", compiled)
+    monkeypatch.setattr(inspect, "compile_figures", compiled)
     run = st.Run(model=CONFIG, data=st.Text(seq=8))
     text = inspect._compile(run, inspect.InspectOptions(compile="cpu"), {"data": 1})
     assert text.startswith("attention: xla, as asked for: float32 on cpu\ncompiled for cpu: ")

@@ -446,10 +446,12 @@ def _list_choices(program: Program, kernel: Kernel) -> list[str]:
     arrays = [program.arrays[i] for i in (*kernel.reads, *kernel.writes)]
     names = {name for i in kernel.writes for name in find_dims(program.arrays[i].dims)}
     if kernel.name == CONVOLUTION:
-        sizes = {pair for each in arrays for pair in zip(_rename(each.dims), each.shape, strict=True)}
-        many = Counter(name for name, _ in sizes)
-        # a group of channels is whole, and so are channels that are not a convolution's
-        names = {name for name in many if name and (name == axes.BATCH or (":" in name and many[name] == 1))}
+        pairs = {pair for each in arrays for pair in zip(_rename(each.dims), each.shape, strict=True)}
+        sizes = Counter(name for name, _ in pairs if name == axes.BATCH or (name and ":" in name))
+        if any(number > 1 for number in sizes.values()):
+            # groups of channels: devices compute their parts by code of their own
+            return []
+        names = set(sizes)
     return [dim for dim in _find_sizes(program, kernel) if kernel.name == "dot_general" or dim in names]
 
 

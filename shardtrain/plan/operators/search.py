@@ -38,6 +38,10 @@ LEAST_GAIN = 1e-9
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of all bytes that a layout sends, relative to the time of its step."""
 
+MOST_BY_RULES = 1.25
+"""Largest ratio of the bytes of operators by rules to those of their layout. With more it is no start, as
+what is found would seem to gain too much."""
+
 NUM_STARTS = 3
 """Number of layouts from which it searches: the fastest ones, and the fastest without the axis data."""
 
@@ -116,6 +120,8 @@ class ShardedStep:
         over = (rest.memory_bytes + kept) / space.machine.rates.memory_bytes
         seconds = rest.seconds + sum(self.computed.values())
         seconds += sum(move.seconds for moves in self.moved.values() for move in moves)
+        # what is left of a layout's prediction may be negative
+        seconds = max(seconds, sum(self.computed.values()))
         return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
     @property
@@ -172,7 +178,7 @@ def _sweep_all(start: ShardedStep, price: float) -> ShardedStep:
     now, failed = start, 0
     for axis in cycle(free):
         tried = _sweep(start, now, axis, price)
-        now, failed = (tried, 0) if cost(tried) < cost(now) * (1 - LEAST_GAIN) else (now, failed + 1)
+        now, failed = (tried, 0) if cost(now) - cost(tried) > LEAST_GAIN * cost(now) else (now, failed + 1)
         if failed == len(free):
             break
     return now
@@ -182,7 +188,7 @@ def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> Sha
     """Return a step with the best dim for one axis in each group, by dynamic programming in their order.
 
     Of choices that are alike in all groups that the rest of the program shares values with, the cheapest is
-    kept. Exact, but for memory, if there are never more than `WIDTH` of them.
+    kept. Exact for this axis, but for memory, which it leaves out, if there are never more than `WIDTH`.
     """
     space, values = first.space, first.space.graph.values
     options = [_list_options(first, now, lead, axis) for lead in space.graph.groups]
@@ -381,6 +387,8 @@ def plan_operators(
         start = shard_by_rules(graph, machine, mesh, subject.state(layout.choice, num_devices).layout)
         start = _add_rest(start, layout.prediction)
         sent = _count_sent(subject, machine, num_devices, layout.choice)
+        if start.sent_bytes > MOST_BY_RULES * sum(sent.values()):
+            continue
         most = most_bytes - sum(sent.values()) + start.sent_bytes if best.fits else math.inf
         result = search_shardings(start, most_bytes=most)
         searched.append(LayoutSearch(layout=layout, layout_sent=sent, result=result))

@@ -19,7 +19,7 @@ from shardtrain.plan.operators.search import (
     shard_by_rules,
     trace_whole_step,
 )
-from shardtrain.plan.operators.shardings import ShardedOperators
+from shardtrain.plan.operators.shardings import Rest, ShardedOperators
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
@@ -183,6 +183,14 @@ def test_the_best_sends_no_more_than_allowed():
     sent = search_shardings(whole).best.sent_bytes
     found = search_shardings(whole, most_bytes=sent / 2)
     assert found.best.sent_bytes <= sent / 2 < sent
+
+
+def test_a_search_ends_if_a_layout_takes_less_than_its_operators():
+    space = ShardedOperators(
+        graph=small_graph(0), machine=MACHINE, sizes={"slow": 2, "fast": 2}, rest=Rest(-1e3, 0.0)
+    )
+    found = search_shardings(ShardedStep.of(space, ((None, None),) * 4))
+    assert found.best.judged.seconds == pytest.approx(sum(found.best.computed.values()))
 
 
 def test_a_step_that_does_not_fit_costs_more():
