@@ -27,6 +27,7 @@ from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import list_equations
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.sharding.single_arrays import OPERATOR_AXES
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.placement import Placement, init_state, make_placement
 from shardtrain.train_step.state import order_stage_blocks
@@ -84,7 +85,9 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     began_seconds = time.monotonic()
     # a schedule of stages is made for the run's number of microbatches
     num_microbatches = run.strategy.accumulate if setup.placement.stages else 1
-    num_devices = math.prod(setup.mesh.shape[axis] for axis in setup.placement.layout.batch_axes)
+    # operators may split rows over any of their axes
+    over = OPERATOR_AXES if run.strategy.layout.operators else setup.placement.layout.batch_axes
+    num_devices = math.prod(setup.mesh.shape[axis] for axis in over)
     rows = load_first_rows(batches, rows_of_device * num_devices * num_microbatches)
     differences = _compare(run, setup, rows, num_microbatches)
     # rounding is that of the narrowest floats

@@ -66,6 +66,13 @@ def test_another_strategy_restores_the_same_arrays_and_goes_on_with_the_same_los
     np.testing.assert_allclose(list(losses.values()), losses["one"], rtol=1e-5)
 
 
+def test_the_check_has_rows_for_each_device_over_which_operators_may_split_them(tmp_path, capsys):
+    layout = st.Layout(mesh={"data": 2, "tensor": 4}, operators={UP: {"tensor": "2"}})
+    run = st.Run(model=TinyConfig(), data=st.Text(seq=8), batch=16, strategy=st.Strategy(layout=layout))
+    st.train(replace(run, steps=1, run_dir=tmp_path, evaluate_batches=None))
+    assert "layout checked: the gradients of 16 rows equal" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_refused_before_anything_compiles():
     layout = st.Layout(mesh={"fsdp": 2, "tensor": 4}, operators={f"{UP}[0-2]": {"tensor": "2"}})
     run = st.Run(model=TinyConfig(), data=st.Text(seq=8), batch=16, strategy=st.Strategy(layout=layout))
