@@ -7,7 +7,7 @@ operators take more or less.
 """
 
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -154,18 +154,22 @@ class SearchResult:
 def search_shardings(start: ShardedStep, *, most_bytes: float = math.inf) -> SearchResult:
     """Search from one start: sweep over one axis after the other, until no sweep makes the step faster.
 
-    If what is found sends too much, the search is done again with a price for each byte, up to the highest.
+    If what is found sends too much, the search is done again with the lowest price of a byte that is enough.
 
     Args:
       start: the step from which it begins; a group with the sharding of its first has those of the others.
       most_bytes: the most bytes that a device may send in the best step, if it is not the start.
     """
-    for price in PRICES:
-        found = _sweep_all(start, price * start.judged.seconds / max(start.sent_bytes, 1))
-        if found.sent_bytes <= most_bytes:
-            is_better = found.judged.cost < start.judged.cost
-            return SearchResult(start=start, best=found if is_better else start)
-    return SearchResult(start=start, best=start)
+    unit = start.judged.seconds / max(start.sent_bytes, 1)
+    free, *prices, highest = PRICES
+    found = _sweep_all(start, free * unit)
+    if found.sent_bytes > most_bytes:
+        cheapest = _sweep_all(start, highest * unit)
+        if cheapest.sent_bytes > most_bytes:
+            return SearchResult(start=start, best=start)
+        tried = (_sweep_all(start, price * unit) for price in prices)
+        found = next((each for each in tried if each.sent_bytes <= most_bytes), cheapest)
+    return SearchResult(start=start, best=found if found.judged.cost < start.judged.cost else start)
 
 
 def _sweep_all(start: ShardedStep, price: float) -> ShardedStep:
@@ -191,39 +195,45 @@ def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> Sha
     kept. Exact for this axis, but for memory, which it leaves out, if there are never more than `WIDTH`.
     """
     space, values = first.space, first.space.graph.values
-    options = [_list_options(first, now, lead, axis) for lead in space.graph.groups]
-    group_of = {number: group for group, (kept, *_) in enumerate(options) for number in kept}
-    operators = [(value.source, *value.added, *(use.operator for use in value.uses)) for value in values]
-    shared = [sorted({group_of[number] for number in each if number in group_of}) for each in operators]
-    complete: defaultdict[int, list[int]] = defaultdict(list)
+    listed = [_list_options(first, now, lead, axis) for lead in space.graph.groups]
+    group_of = {number: group for group, (kept, *_) in enumerate(listed) for number in kept}
+    # an operator that follows several leads is of the last of them
+    options = [
+        [{number: each[number] for number in each if group_of[number] == group} for each in of_group]
+        for group, of_group in enumerate(listed)
+    ]
+    unchanged = dict(enumerate(now.shardings))
+    # groups -> the values that they share
+    shared: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, value in enumerate(values):
+        readers = (use.operator for use in value.uses)
+        of_value = {group_of.get(each) for each in (value.source, *value.added, *readers)}
+        shared[tuple(sorted(group for group in of_value if group is not None))].append(number)
+    complete: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
     until = list(range(len(options)))
-    for value, groups in enumerate(shared):
+    for groups in filter(None, shared):
         for group in groups:
             until[group] = max(until[group], groups[-1])
-        if groups:
-            complete[groups[-1]].append(value)
+        complete[groups[-1]].append(groups)
 
     @cache
-    def moved_cost(value: int, *chosen: int) -> float:
-        of_group = dict(zip(shared[value], chosen, strict=True))
-        shardings = {
-            number: options[group][of_group[group]][number]
-            if (group := group_of.get(number)) is not None
-            else now.shardings[number]
-            for number in operators[value]
-        }
-        return sum(move.seconds + price * move.num_bytes for move in space.moves(value, shardings))
+    def moved_cost(groups: tuple[int, ...], chosen: tuple[int, ...]) -> float:
+        given = zip(groups, chosen, strict=True)
+        shardings = ChainMap(*(options[group][option] for group, option in given), unchanged)
+        moves = (move for value in shared[groups] for move in space.moves(value, shardings))
+        return sum(move.seconds + price * move.num_bytes for move in moves)
 
     # cost, and the number of the option of each group so far
     states: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for group, of_group in enumerate(options):
-        own = [sum(space.seconds(n, each[n]) for n in each if group_of[n] == group) for each in of_group]
+        own = [sum(space.seconds(number, each[number]) for number in each) for each in of_group]
+        still_shared = [i for i in range(group + 1) if until[i] > group]
         found: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
         for (before, chosen), option in product(states, range(len(of_group))):
             chosen = (*chosen, option)
-            moved = (moved_cost(value, *(chosen[i] for i in shared[value])) for value in complete[group])
+            moved = (moved_cost(groups, tuple(chosen[i] for i in groups)) for groups in complete[group])
             state = (before + own[option] + sum(moved), chosen)
-            key = tuple(each for i, each in enumerate(chosen) if until[i] > group)
+            key = tuple(chosen[i] for i in still_shared)
             found[key] = min(state, found.get(key, state))
         states = sorted(found.values())[:WIDTH]
     (_, chosen), *_ = states
