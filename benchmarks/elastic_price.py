@@ -4,10 +4,10 @@
 
 Three processes on this host. A step waits for some time, as if a device computed, or keeps its core busy with
 --work; then gradients are summed. One row of a batch is a slot, one for each island. Each round launches all
-sides in another order. Islands: by TLS over TCP, as on several hosts, and by local sockets. MPI: an allreduce
-of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of `train`, so the
-ratio is an upper bound. With fewer cores than islands they wait for each other's encryption too. Figures:
-docs/elastic.md.
+sides in another order. Islands: by TLS over TCP, as on several hosts, also in 8 bits, and by local sockets.
+MPI: an allreduce of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of
+`train`, so the ratio is an upper bound. With fewer cores than islands they wait for each other's encryption
+too. Figures: docs/elastic.md.
 """
 
 import os
@@ -27,7 +27,7 @@ import tyro
 from paired import markdown, spread, take_turns
 
 ISLANDS, FIRST = 3, 10
-ISLAND_SIDES = {"islands, TLS": "tls", "islands, local": "islands"}
+ISLAND_SIDES = {"islands, TLS": "tls", "islands, TLS, int8": "int8", "islands, local": "islands"}
 TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 
 
@@ -41,7 +41,7 @@ class Options:
       work: keep the core busy instead of waiting.
       rounds: launches of each side.
       steps: of each launch; the first ten are not measured.
-      side: of one process: islands, tls or mpi.
+      side: of one process: islands, tls, int8 or mpi.
       folder: its run folder.
       seed: of the orders.
     """
@@ -64,6 +64,7 @@ class Toy:
         self._seconds, self._work = milliseconds / 1000, options.work
         self.gradients = np.ones(round(megabytes * (1 << 18)), np.float32)
         self.state = np.zeros((), np.int64)
+        self.codecs = "int8" if options.side == "int8" else ""
         self.began: list[float] = []
 
     def compute(self, step: int, slots: Sequence[int]) -> np.ndarray:
@@ -93,7 +94,7 @@ def run_elastic(options: Options) -> None:
     from shardtrain.elastic.island import ElasticIsland
     from shardtrain.elastic.member import Membership
 
-    if options.side == "tls":
+    if options.side in ("tls", "int8"):
         sockets.listen_local = lambda name: None
     toy = Toy(options)
     membership = Membership(num_slots=ISLANDS, num_steps=options.steps, min_members=ISLANDS)

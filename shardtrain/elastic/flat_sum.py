@@ -1,13 +1,13 @@
 """The arrays of a sum, packed into a flat one for each dtype and cut into chunks. Next: `ring.py`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
-Arrays = list[np.ndarray]
+from shardtrain.elastic.codecs import CODECS, Arrays, Codec, Plain
 
 
 class Packing:
@@ -15,24 +15,29 @@ class Packing:
 
     Args:
       like: arrays, or their shapes and dtypes.
+      codecs: the name of the codec of each float32 array, see `CODECS`; "" for none. () for none at all.
 
     Attributes:
-      dtypes: of the flat arrays.
       like: the flat arrays without memory.
+      codecs: the codec of each.
 
     >>> packing = Packing([np.zeros((2, 2)), np.float32(3), np.zeros(3)])
     >>> [(x.dtype.name, x.shape) for x in packing.make_zeros()]
     [('float64', (7,)), ('float32', (1,))]
     """
 
-    def __init__(self, like: Sequence[Any]) -> None:
-        self._dtypes = [np.dtype(x.dtype) for x in like]
+    def __init__(self, like: Sequence[Any], codecs: Sequence[str] = ()) -> None:
+        dtypes = (np.dtype(x.dtype) for x in like)
+        self._kinds = list(zip(dtypes, codecs or [""] * len(like), strict=True))
         self._shapes = [tuple(np.shape(x)) for x in like]
         self._sizes = [int(np.prod(shape)) for shape in self._shapes]
-        self.dtypes = list(dict.fromkeys(self._dtypes))
-        parts = list(zip(self._sizes, self._dtypes, strict=True))
-        totals = [sum(size for size, of in parts if of == dtype) for dtype in self.dtypes]
-        self.like = [np.broadcast_to(np.zeros((), d), n) for d, n in zip(self.dtypes, totals, strict=True)]
+        self._flat = list(dict.fromkeys(self._kinds))
+        parts = list(zip(self._sizes, self._kinds, strict=True))
+        totals = [sum(size for size, of in parts if of == kind) for kind in self._flat]
+        self.like = [
+            np.broadcast_to(np.zeros((), d), n) for (d, _), n in zip(self._flat, totals, strict=True)
+        ]
+        self.codecs = [CODECS[codec] if codec else Plain(dtype) for dtype, codec in self._flat]
 
     def make_zeros(self) -> Arrays:
         """Return the flat arrays, of zeros."""
@@ -41,8 +46,8 @@ class Packing:
     def view(self, flat: Arrays) -> Arrays:
         """Return the arrays as views of the flat ones."""
         found: dict[int, np.ndarray] = {}
-        for dtype, whole in zip(self.dtypes, flat, strict=True):
-            own = [i for i, of in enumerate(self._dtypes) if of == dtype]
+        for kind, whole in zip(self._flat, flat, strict=True):
+            own = [i for i, of in enumerate(self._kinds) if of == kind]
             ends = list(accumulate(self._sizes[i] for i in own))
             for i, end in zip(own, ends, strict=True):
                 found[i] = whole[end - self._sizes[i] : end].reshape(self._shapes[i])
@@ -54,18 +59,24 @@ class FlatSum:
 
     Args:
       arrays: contiguous.
+      codecs: the codec of each array.
       num_chunks: number of chunks.
     """
 
-    def __init__(self, arrays: Arrays, num_chunks: int = 1) -> None:
-        self.arrays, self.num_chunks = arrays, num_chunks
+    def __init__(self, arrays: Arrays, codecs: Sequence[Codec], num_chunks: int = 1) -> None:
+        self.arrays, self._codecs, self.num_chunks = arrays, codecs, num_chunks
 
     def copy(self, num_chunks: int) -> "FlatSum":
-        return FlatSum([x.copy() for x in self.arrays], num_chunks)
+        return FlatSum([x.copy() for x in self.arrays], self._codecs, num_chunks)
 
     def chunk(self, index: int) -> "Part":
         # no copy, though sockets read it later: it is replaced by a sum that the next member adds it to first
-        return Part(cut_chunk(self.arrays, index, self.num_chunks), index, self.num_chunks)
+        parts = zip(self._codecs, cut_chunk(self.arrays, index, self.num_chunks), strict=True)
+        encoded = [x for codec, part in parts for x in codec.encode(part)]
+        return Part(encoded, index, self.num_chunks)
+
+    def finish(self, index: int) -> None:
+        self.replace(index, self.chunk(index))
 
     def add(self, index: int, payload: "Part") -> None:
         for mine, theirs in self._match(index, payload):
@@ -81,7 +92,15 @@ class FlatSum:
                 f"part {payload.index} of {payload.num} of a sum was sent where part {index} of"
                 f" {self.num_chunks} is due; all islands must run the same version"
             )
-        return zip(cut_chunk(self.arrays, index, self.num_chunks), payload.arrays, strict=True)
+        own = cut_chunk(self.arrays, index, self.num_chunks)
+        return zip(own, decode_all(self._codecs, payload.arrays), strict=True)
+
+
+def decode_all(codecs: Sequence[Codec], encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the arrays of a chunk, given what their codecs made of them, one after the other."""
+    left = iter(encoded)
+    for codec in codecs:
+        yield codec.decode(list(islice(left, codec.num_arrays)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,8 @@ class Program(Protocol):
 
     Attributes:
       state: all that a step changes, a tree of arrays with the same shapes and dtypes on all islands.
+      codecs: may be left out; a tree like what `compute` returns, of names of `elastic.codecs.CODECS`, by
+        which islands send each array; "" for one that they send as it is. Equal on all islands.
     """
 
     state: Any
@@ -116,6 +118,11 @@ def copy_leaves(tree: Any) -> Arrays:
     return [np.array(x, order="C") for x in jax.tree.leaves(tree)]
 
 
+def make_packing(program: Program, sums: Sequence[Any]) -> Packing:
+    """Return the places of the sums of a program, with its codecs."""
+    return Packing(sums, jax.tree.leaves(getattr(program, "codecs", ())))
+
+
 class ElasticIsland:
     """One island of an elastic run: the same losses as one process alone, whoever comes and goes.
 
@@ -179,7 +186,7 @@ class ElasticIsland:
         self._checkpoints = checkpoints
         states, self._state_tree = jax.tree.flatten(program.state)
         self._state_like = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in states]
-        self._packing = Packing(sums)
+        self._packing = make_packing(program, sums)
         # while its state arrives, one that can catch up at all misses no more sums than the state has bytes
         num_bytes = sum(x.size * x.dtype.itemsize for x in self._state_like)
         self._sockets.most_waiting_bytes = max(4 * num_bytes, LEAST_WAITING_BYTES)
@@ -338,7 +345,9 @@ class ElasticIsland:
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
         # before its vote of this step, which may follow at once
         self._ask_to_leave()
-        self._post(engine.Computed(step, slots, FlatSum(self._own[1]), self.find_digest(step)))
+        self._post(
+            engine.Computed(step, slots, FlatSum(self._own[1], self._packing.codecs), self.find_digest(step))
+        )
 
     def _find_next(self, step: int) -> int:
         return find_next(step, self._options.every)
@@ -424,8 +433,10 @@ class ElasticIsland:
         if not 0 <= index < num <= MOST_PARTS:
             raise UnexpectedFrame(f"part {index} of {num} of a sum of at most {MOST_PARTS}")
         like = self._packing.like
-        like = cut_chunk(like, index, num) if isinstance(message, Chunk) else like
-        return [np.empty(x.shape, x.dtype) for x in like]
+        if isinstance(message, Update):
+            return [np.empty(x.shape, x.dtype) for x in like]
+        parts = zip(self._packing.codecs, cut_chunk(like, index, num), strict=True)
+        return [x for codec, part in parts for x in codec.list_arrays(part.size)]
 
     def _check(self, epoch: Epoch) -> Epoch:
         """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from shardtrain.elastic.epoch import Epoch
-from shardtrain.elastic.flat_sum import FlatSum, Packing
-from shardtrain.elastic.island import Program, copy_leaves
+from shardtrain.elastic.flat_sum import FlatSum
+from shardtrain.elastic.island import Program, copy_leaves, make_packing
 from shardtrain.elastic.ledger import LedgerLine, list_ledger
 from shardtrain.elastic.ring import OwnSum, Ring
 
@@ -70,14 +70,14 @@ def _compute_total(programs: Mapping[Mesh, Program], meshes: Mapping[str, Mesh],
         for name, groups in line.groups.items()
     }
     like, tree = jax.tree.flatten(next(sums[0] for sums in found.values() if sums))
-    packing, own = Packing(like), []
+    packing, own = make_packing(next(iter(programs.values())), like), []
     for sums in found.values():
         # as an island adds them: to zeros, so that -0.0 becomes 0.0
         flat = packing.make_zeros()
         for each in sums:
             for mine, new in zip(packing.view(flat), jax.tree.leaves(each), strict=True):
                 mine += np.asarray(new)
-        own.append(FlatSum(flat))
+        own.append(FlatSum(flat, packing.codecs))
     return jax.tree.unflatten(tree, packing.view(sum_as_ring(own).arrays))
 
 

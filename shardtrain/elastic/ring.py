@@ -26,6 +26,10 @@ class Sum(Protocol):
         """Replace a chunk by a payload."""
         ...
 
+    def finish(self, index: int) -> None:
+        """Replace a chunk, to which all are added, by what the others receive of it."""
+        ...
+
 
 class Ring:
     """The all-reduce of one member: bitwise equal on all, because each chunk is summed once around the ring.
@@ -55,4 +59,6 @@ class Ring:
         index = (self._index - self.hop - 1) % self._size
         take = self.total.add if self.hop < self._size - 1 else self.total.replace
         take(index, payload)
+        if self.hop == self._size - 2:
+            self.total.finish(index)
         self.hop += 1

@@ -6,6 +6,7 @@ changed in some local steps. Next: `elastic_program.py`.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.group import MeshGroup
 from shardtrain.combine.replicas import find_stacked_paths, list_combined_entries, split_layers, stack_layers
 from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.elastic.codecs import CODECS
 from shardtrain.elastic.epoch import find_next
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
@@ -28,6 +30,9 @@ from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
 from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
 from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
+
+CODED = ("grads", "values")
+"""What a codec sends of the sums of an exchange; losses, counts and states are sent as they are."""
 
 SLOTS = "slots"
 """The name of the dim of slots inside a combiner."""
@@ -57,20 +62,34 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
         }.items()
         if getattr(synchronisation, name) != getattr(plain, name)
     ]
-    if type(synchronisation).rounds is not Synchronisation.rounds:
+    codec, synchronisation = split_codec(synchronisation)
+    if codec not in ("", *CODECS):
+        problems.append(
+            f"codec {codec!r} keeps a residual on one island, which is lost with it; islands that come and go"
+            f" send by {' or '.join(CODECS)}, without one"
+        )
+    elif type(synchronisation).rounds is not Synchronisation.rounds:
         problems.append(f"{type(synchronisation).__name__} has rounds of its own; use Synchronisation")
     elif jax.tree.leaves(
         jax.eval_shape(synchronisation.combiner.init, {"": jax.ShapeDtypeStruct((8, 8), "float32")})
     ):
         problems.append(
-            f"--combine is {synchronisation.by!r}, whose residual is known to one island only, and lost with"
-            " it; leave the codec out, as in adasum or mean"
+            f"--combine is {synchronisation.by!r}, whose state is known to one island only, and lost with it;"
+            " use mean or adasum"
         )
     elif not synchronisation.combiner.is_common:
         problems.append(
             f"--combine is {synchronisation.by!r}, whose result is not common; use mean or adasum"
         )
     return problems
+
+
+def split_codec(synchronisation: Synchronisation) -> tuple[str, Synchronisation]:
+    """Return the codecs of a synchronisation, "" for none, and the one without them."""
+    if not isinstance(synchronisation.by, str):
+        return "", synchronisation
+    codec, _, by = synchronisation.by.rpartition("+")
+    return codec, replace(synchronisation, by=by)
 
 
 def make_exchange(
@@ -84,7 +103,7 @@ def make_exchange(
     Args:
       training: model, loss and optimizer.
       placement: the placement on this island's mesh, whose replicas take the mean.
-      synchronisation: how slots are synchronised, see `find_exchange_problems`.
+      synchronisation: how slots are synchronised, without a codec, see `find_exchange_problems`.
       num_slots: number of slots of a batch.
     """
     kind = LocalStepsExchange if synchronisation.on_deltas else GradientExchange

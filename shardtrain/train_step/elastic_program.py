@@ -23,10 +23,12 @@ from shardtrain.data.row_split import RowSplit
 from shardtrain.elastic.epoch import find_next
 from shardtrain.errors.messages import refuse
 from shardtrain.train_step.elastic_exchange import (
+    CODED,
     add_outer_state,
     find_exchange_problems,
     find_exchange_shardings,
     make_exchange,
+    split_codec,
 )
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import Placement
@@ -54,6 +56,7 @@ class ElasticProgram:
 
     Attributes:
       metrics: of the last exchange, as those of `make_step`; with local steps, sums over them. {} before it.
+      codecs: see `elastic.island.Program`.
       recent: number of steps done and metrics, of the newest exchanges.
 
     Raises:
@@ -89,6 +92,7 @@ class ElasticProgram:
         if getattr(batches.source, "is_stream", False):
             problems.append("the samples are of a stream, of which no batch can be read again; use a file")
         refuse("an elastic run cannot train this", problems)
+        codec, synchronisation = split_codec(synchronisation)
         self._batches = batches
         self._loaders = _make_loaders(batches, num_slots, placement)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
@@ -112,6 +116,10 @@ class ElasticProgram:
         batch, number = self._loaders[0].place(self._load(0, 0)), np.uint32(0)
         total = self._exchange.contribute(state, [batch], number, number, jax.eval_shape)
         self._update = updated.lower(state, total).compile()
+        self.codecs = {
+            name: jax.tree.map(lambda _, name=name: codec if name in CODED else "", each)
+            for name, each in total.items()
+        }
 
     @property
     def state(self) -> State:

@@ -17,7 +17,7 @@ from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.islands.sections import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.train_step.elastic_exchange import find_exchange_problems
+from shardtrain.train_step.elastic_exchange import find_exchange_problems, split_codec
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -181,7 +181,7 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
     # a slot is a replica, unless gradients are only added up
-    replicas = None if strategy.synchronisation.is_mean else run.elastic.most
+    replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.most
     slots = run.elastic.slots or replicas
     elastic = replace(run.elastic, slots=slots)
     elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from elastic_island import Toy
 
+from shardtrain.elastic.codecs import Plain
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.flat_sum import FlatSum, cut_chunk
 from shardtrain.elastic.replay import hash_arrays, list_differences, replay_steps, sum_as_ring
@@ -21,7 +22,7 @@ A, B, C = (Peer(name=name, address="") for name in "abc")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_sum_is_bitwise_that_of_a_ring(size):
     sums = [np.random.default_rng(i).standard_normal(11, np.float32) for i in range(size)]
-    found = sum_as_ring([FlatSum([x]) for x in sums]).arrays[0]
+    found = sum_as_ring([FlatSum([x], [Plain(x.dtype)]) for x in sums]).arrays[0]
     for chunk in range(size):
         # it begins at the member of its number
         parts = [cut_chunk([sums[(chunk + i) % size]], chunk, size)[0] for i in range(size)]

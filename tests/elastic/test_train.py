@@ -261,8 +261,8 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
     [
         ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
         (
-            {"strategy": Strategy(synchronisation=Synchronisation(by="int8+mean"))},
-            "whose residual is known to one island only",
+            {"strategy": Strategy(synchronisation=Synchronisation(by="top_k:0.1+mean"))},
+            "send by bfloat16 or int8, without one",
         ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),

@@ -15,6 +15,7 @@ class Gpt(st.ElasticProgram):
     def __init__(self, kind, num_slots, every):
         synchronisation = {
             "mean": Synchronisation(),
+            "int8": Synchronisation(by="int8+mean"),
             "adasum": Synchronisation(by="adasum"),
             "diloco": Synchronisation(on="deltas", every=every, outer=Outer(learning_rate=0.7, momentum=0.9)),
         }[kind]

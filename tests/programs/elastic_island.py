@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from shardtrain.elastic.member import Membership
 SIZE, SLOTS = 1000, 6
 WHOLE = sum(1000**slot for slot in range(SLOTS))
 PATIENCE_SECONDS = 2.0
-KINDS = {"toy": 1, "mean": 1, "adasum": 1, "diloco": 5}
+KINDS = {"toy": 1, "mean": 1, "int8": 1, "adasum": 1, "diloco": 5}
 """Kind of a run -> number of steps between exchanges."""
 
 
@@ -27,12 +28,15 @@ def say(text):
 
 
 class Toy:
-    """Parameters that depend on each slot of each step: x not on who computes it, and y on who does."""
+    """Parameters that depend on each slot of each step: x not on who computes it, and y and z on who does."""
+
+    codecs: ClassVar = {"coded": "int8", "counts": "", "grad": "", "noise": ""}
 
     def __init__(self):
         self.state = {
             "x": np.arange(SIZE, dtype=np.int64),
             "y": np.ones(SIZE, np.float32),
+            "z": np.ones(SIZE, np.float32),
             "step": np.zeros((), np.int64),
         }
 
@@ -47,6 +51,7 @@ class Toy:
         return {
             "grad": np.sum(grads, 0),
             "noise": np.sum(noise, 0),
+            "coded": np.sum(noise, 0),
             "counts": np.int64(sum(1000**slot for slot in slots)),
         }
 
@@ -57,6 +62,7 @@ class Toy:
             "x": (self.state["x"] * 31 + total["grad"]) % 10007,
             # a difference in the last bit grows
             "y": (self.state["y"] * np.float32(1.7) + total["noise"]) % np.float32(1),
+            "z": (self.state["z"] * np.float32(1.7) + total["coded"]) % np.float32(1),
             "step": np.int64(step + 1),
         }
 
@@ -91,6 +97,7 @@ class Spoken:
     def __init__(self, program, every, seconds):
         self.program, self.every, self.seconds = program, every, seconds
         self.save, self.restore = program.save, program.restore
+        self.codecs = getattr(program, "codecs", ())
 
     @property
     def state(self):
