@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import cycle, product
-from typing import Literal, NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.operators.graph import CONVOLUTION, Operator, Operators, same_dim, trace_operators
-from shardtrain.plan.operators.shardings import Move, Rest, ShardedOperators, Sharding
+from shardtrain.plan.operators.shardings import Rest, ShardedOperators, ShardedStep, Sharding
 from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
 from shardtrain.plan.search import RankedChoice, search
@@ -44,98 +43,6 @@ what is found would seem to gain too much."""
 
 NUM_STARTS = 3
 """Number of layouts from which it searches: the fastest ones, and the fastest without the axis data."""
-
-TOO_LARGE = 10.0
-"""Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
-
-
-class StepScore(NamedTuple):
-    """The score of a step.
-
-    Args:
-      cost: the seconds, times a penalty if it does not fit, for comparisons.
-      seconds: predicted seconds of the step.
-      fits: whether it fits the memory of a device.
-    """
-
-    cost: float
-    seconds: float
-    fits: bool
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedStep:
-    """A step whose operators are sharded.
-
-    Args:
-      space: the operators on a mesh.
-      shardings: sharding of each operator.
-      computed: seconds of each operator.
-      moved: number of a value -> the collectives that bring it to the operators that need it.
-    """
-
-    space: ShardedOperators
-    shardings: tuple[Sharding, ...]
-    computed: Mapping[int, float]
-    moved: Mapping[int, Sequence[Move]]
-
-    @classmethod
-    def of(cls, space: ShardedOperators, shardings: Sequence[Sharding]) -> "ShardedStep":
-        """Return the step with these shardings.
-
-        Raises:
-          ValueError: a sharding does not fit its operator.
-        """
-        for number, sharding in enumerate(shardings):
-            if not space.fits(number, sharding):
-                each = space.graph.operators[number]
-                raise ValueError(
-                    f"operator {number}, {each.name}, cannot be sharded by {sharding} over axes of sizes"
-                    f" {tuple(space.sizes.values())}; its dims are {dict(each.sizes)}"
-                )
-        nothing = cls(space, tuple(shardings), {}, {})
-        return nothing.changed(dict(enumerate(shardings)))
-
-    def changed(self, new: Mapping[int, Sharding]) -> "ShardedStep":
-        """Return the step with other shardings of some operators; only what they change is computed again."""
-        space = self.space
-        shardings = tuple(new.get(number, sharding) for number, sharding in enumerate(self.shardings))
-        values = {
-            value
-            for number in new
-            for value in (*space.made_by.get(number, ()), *space.read_by.get(number, ()))
-        }
-        return ShardedStep(
-            space,
-            shardings,
-            {**self.computed, **{number: space.seconds(number, new[number]) for number in new}},
-            {**self.moved, **{value: tuple(space.moves(value, shardings)) for value in values}},
-        )
-
-    @cached_property
-    def judged(self) -> StepScore:
-        """The score of the step."""
-        rest, space = self.space.rest, self.space
-        kept = space.kept_bytes(self.shardings) + space.activation_bytes(self.shardings)
-        over = (rest.memory_bytes + kept) / space.machine.rates.memory_bytes
-        seconds = rest.seconds + sum(self.computed.values())
-        seconds += sum(move.seconds for moves in self.moved.values() for move in moves)
-        # what is left of a layout's prediction may be negative
-        seconds = max(seconds, sum(self.computed.values()))
-        return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends for its operators."""
-        return sum(self.sum_moves("num_bytes").values())
-
-    def sum_moves(self, name: Literal["seconds", "num_bytes"]) -> dict[tuple[str, ...], float]:
-        """Return mesh axes -> the sums of a field of the collectives over them."""
-        found: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for moves in self.moved.values():
-            for move in moves:
-                found[move.axes] += getattr(move, name)
-        return dict(found)
 
 
 @dataclass(frozen=True, kw_only=True)

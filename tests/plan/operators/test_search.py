@@ -13,13 +13,12 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.operators.graph import Operator, Operators, Part, Use, Value, trace_operators
 from shardtrain.plan.operators.search import (
-    ShardedStep,
     plan_operators,
     search_shardings,
     shard_by_rules,
     trace_whole_step,
 )
-from shardtrain.plan.operators.shardings import Rest, ShardedOperators
+from shardtrain.plan.operators.shardings import Rest, ShardedOperators, ShardedStep
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
