@@ -15,8 +15,8 @@ import numpy as np
 
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.flat_sum import FlatSum
-from shardtrain.elastic.island import Program, copy_leaves, make_packing
 from shardtrain.elastic.ledger import LedgerLine, list_ledger
+from shardtrain.elastic.program import Program, copy_leaves, make_packing
 from shardtrain.elastic.ring import OwnSum, Ring
 
 Mesh = TypeVar("Mesh", bound=Hashable)

@@ -41,7 +41,7 @@ AHEAD = 4
 
 
 class ElasticProgram:
-    """What the islands of an elastic run train together, on the mesh of each; see `elastic.island.Program`.
+    """What the islands of an elastic run train together, on the mesh of each; see `elastic.program.Program`.
 
     A row's sample and its dropout depend on the step and its number in the batch, so on any number of islands
     the losses are those of one device.
@@ -56,7 +56,7 @@ class ElasticProgram:
 
     Attributes:
       metrics: of the last exchange, as those of `make_step`; with local steps, sums over them. {} before it.
-      codecs: see `elastic.island.Program`.
+      codecs: see `elastic.program.Program`.
       recent: number of steps done and metrics, of the newest exchanges.
 
     Raises:

@@ -241,7 +241,7 @@ class ElasticRun:
         if self._island is not None:
             self._island.close()
 
-    # -- checkpoints, see `elastic.island.IslandCheckpoints` -----------------------------------------------
+    # -- checkpoints, see `elastic.program.IslandCheckpoints` ----------------------------------------------
 
     def check_others(self) -> None:
         """Compare the facts of this island with those of the one that founded the run.
