@@ -8,7 +8,7 @@ operators take more or less.
 
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import cycle, product
@@ -16,7 +16,7 @@ from itertools import cycle, product
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.operators.graph import CONVOLUTION, Operator, Operators, same_dim, trace_operators
-from shardtrain.plan.operators.shardings import Rest, ShardedOperators, ShardedStep, Sharding
+from shardtrain.plan.operators.shardings import Move, Needs, Rest, ShardedOperators, ShardedStep, Sharding
 from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice, OperatorChange, Prediction
 from shardtrain.plan.search import RankedChoice, search
@@ -109,7 +109,7 @@ def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> Sha
         [{number: each[number] for number in each if group_of[number] == group} for each in of_group]
         for group, of_group in enumerate(listed)
     ]
-    unchanged = dict(enumerate(now.shardings))
+    unchanged = {n: each for n, each in enumerate(now.shardings) if n not in group_of}
     # groups -> the values that they share
     shared: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, value in enumerate(values):
@@ -124,10 +124,21 @@ def _sweep(first: ShardedStep, now: ShardedStep, axis: int, price: float) -> Sha
         complete[groups[-1]].append(groups)
 
     @cache
-    def moved_cost(groups: tuple[int, ...], chosen: tuple[int, ...]) -> float:
-        given = zip(groups, chosen, strict=True)
-        shardings = ChainMap(*(options[group][option] for group, option in given), unchanged)
-        moves = (move for value in shared[groups] for move in space.moves(value, shardings))
+    def find_ends(value: int, group: int | None, option: int) -> tuple[dict[int, Sharding], Needs]:
+        shardings = unchanged if group is None else options[group][option]
+        return space.find_made(value, shardings), space.find_needs(value, shardings)
+
+    def list_moves(value: int, chosen: Sequence[tuple[int | None, int]]) -> Iterator[Move]:
+        made, needs = zip(*(find_ends(value, *each) for each in chosen), strict=True)
+        of_source, added = ChainMap(*made), values[value].added
+        own = of_source[values[value].source]
+        if all(own != of_source[operator] for operator in added):
+            yield from space.list_moves(value, own, needs)
+
+    @cache
+    def moved_cost(groups: tuple[int, ...], options_of: tuple[int, ...]) -> float:
+        chosen = [(None, 0), *zip(groups, options_of, strict=True)]
+        moves = (move for value in shared[groups] for move in list_moves(value, chosen))
         return sum(move.seconds + price * move.num_bytes for move in moves)
 
     # cost, and the number of the option of each group so far

@@ -6,7 +6,7 @@ it. As in the prediction of a layout, nothing overlaps. Next: `search.py`.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,11 @@ class Move(NamedTuple):
     axes: tuple[str, ...]
     seconds: float
     num_bytes: float
+
+
+Needs = dict[tuple[Sharding, bool], tuple[float, float]]
+"""A sharding in which a value is needed, and whether it is for a part that is computed again -> messages and
+bytes in a step."""
 
 
 class Rest(NamedTuple):
@@ -144,21 +149,40 @@ class ShardedOperators:
             and any(kinds[use.operator] == "backward" for use in value.uses)
         ]
 
-    def moves(self, number: int, shardings: Mapping[int, Sharding] | Sequence[Sharding]) -> Iterator[Move]:
+    def moves(self, number: int, shardings: Sequence[Sharding]) -> Iterator[Move]:
         """Yield the collectives that bring a value into each sharding that operators need."""
+        value, given = self.graph.values[number], dict(enumerate(shardings))
+        made, *added = (_find_made(value, shardings[operator]) for operator in (value.source, *value.added))
+        yield from () if made in added else self.list_moves(number, made, [self.find_needs(number, given)])
+
+    def find_made(self, number: int, shardings: Mapping[int, Sharding]) -> dict[int, Sharding]:
+        """Return the shardings in which some operators make a value, or add to it."""
         value = self.graph.values[number]
-        made = _find_made(value, shardings[value.source])
-        if any(made == _find_made(value, shardings[operator]) for operator in value.added):
-            return
-        uses = defaultdict(list)
+        makers = (operator for operator in (value.source, *value.added) if operator in shardings)
+        return {operator: _find_made(value, shardings[operator]) for operator in makers}
+
+    def find_needs(self, number: int, shardings: Mapping[int, Sharding]) -> Needs:
+        """Return the shardings in which some operators need a value."""
+        value, found = self.graph.values[number], Needs()
         for use in value.uses:
-            # sums are kept as they were completed; what was gathered is gathered again
-            again = use.recomputes and PARTIAL not in made
-            uses[_find_required(value, shardings[use.operator]), again].append(use)
-        for (required, _), of_required in uses.items():
-            messages = max(use.messages for use in of_required)
-            num_bytes = max(use.num_bytes for use in of_required)
-            key = (made, required, messages, num_bytes, self.graph.operators[value.source].result)
+            if use.operator in shardings:
+                key = (_find_required(value, shardings[use.operator]), use.recomputes)
+                messages, num_bytes = found.get(key, (0.0, 0.0))
+                found[key] = max(messages, use.messages), max(num_bytes, use.num_bytes)
+        return found
+
+    def list_moves(self, number: int, made: Sharding, needs: Iterable[Needs]) -> Iterator[Move]:
+        """Yield the collectives that bring a value from the sharding in which it is made into those needed."""
+        every = Needs()
+        for each in needs:
+            for (required, recomputes), (messages, num_bytes) in each.items():
+                # sums are kept as they were completed; what was gathered is gathered again
+                key = (required, recomputes and PARTIAL not in made)
+                before = every.get(key, (0.0, 0.0))
+                every[key] = max(before[0], messages), max(before[1], num_bytes)
+        order = self.graph.operators[self.graph.values[number].source].result
+        for (required, _), (messages, num_bytes) in every.items():
+            key = (made, required, messages, num_bytes, order)
             if key not in self._moves:
                 self._moves[key] = list(self._move(*key))
             yield from self._moves[key]
