@@ -167,7 +167,8 @@ class ChannelNorm(nnx.Module):
         mean_C = jnp.mean(x_BHWC, axis=(0, 1, 2))
         variance_C = jnp.mean(jnp.square(x_BHWC - mean_C), axis=(0, 1, 2))
         for running, new_C in ((self.mean, mean_C), (self.variance, variance_C)):
-            running[...] = MOMENTUM * running[...] + (1 - MOMENTUM) * jax.lax.stop_gradient(new_C)
+            # an index would look for the sharding of a traced array, which takes long in a large program
+            running.set_value(MOMENTUM * running[...] + (1 - MOMENTUM) * jax.lax.stop_gradient(new_C))
         return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
 
 
