@@ -160,27 +160,6 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, sta
 
 
 @pytest.mark.parametrize(
-    ("number", "to_rank"),
-    [
-        (signal.SIGINT, False),
-        *(pytest.param(each, False, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
-        *(pytest.param(each, True, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
-    ],
-)
-def test_a_signal_to_the_launch_or_to_a_rank_stops_and_saves(number, to_rank, folder, start):
-    process = start()
-    until_steps(process)
-    os.kill(pids(Path("out").read_text())[1] if to_rank else process.pid, number)
-    code, out, err = ended(process)
-    assert code == 128 + number, err
-    assert f"stopped by {number.name}" in err
-    (saved,) = Path("run/checkpoints").glob("step_*")
-    step = int(saved.name.removeprefix("step_"))
-    assert f"stopped by {number.name} after step {step}, which is saved; the same command resumes" in out
-    assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] == step
-
-
-@pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.full) for each in CRASHES)],
 )
