@@ -33,6 +33,7 @@ def random_tokens(number: int = 64, seed: int = 0, vocab: int = 32) -> list[dict
 
 def train_quietly(run: Run, **options: Any) -> tuple[Any, str, list[dict[str, float]]]:
     """Return what `train` returns, what it printed, and the lines of the run's metrics."""
+    assert run.run_dir is not None
     printed = io.StringIO()
     trained = train(run, Console(file=printed, width=400), **options)
     return trained, printed.getvalue(), read_jsonl(run.run_dir / "metrics.jsonl")
