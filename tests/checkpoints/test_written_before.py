@@ -1,6 +1,5 @@
 """Checkpoints and run files of an earlier version: listed, verified, exported, resumed with its losses."""
 
-import io
 import json
 import shutil
 import zlib
@@ -8,14 +7,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from rich.console import Console
+from quiet_training import train_quietly
 from safetensors.numpy import load_file
 
 from shardtrain import cli
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.run_options import parse_run
-from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.train import train
 
 FOLDER = Path(__file__).parent / "written_before"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
@@ -34,11 +31,9 @@ def losses_of(name, mesh, run_dir, monkeypatch):
     words = f"--data.path {FOLDER}/tokens.npy --batch 12 --steps 5 --seed 3 --log-every 1 --run-dir {run_dir}"
     words += f" --optimizer.learning-rate.warmup 1 {OPTIONS[name]} --mesh {mesh}"
     run, _ = parse_run("train", [str(FOLDER / "imported/run.py"), *words.split()])
-    output = io.StringIO()
-    train(run, Console(file=output, width=200))
-    rows = read_jsonl(run_dir / "metrics.jsonl")
+    _, printed, rows = train_quietly(run)
     assert rows[-1]["heldout/loss"] == pytest.approx(EXPECTED[name]["heldout_loss"], rel=1e-5)
-    return {str(row["step"]): row["train/loss"] for row in rows}, output.getvalue()
+    return {str(row["step"]): row["train/loss"] for row in rows}, printed
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,6 @@ def test_defaults_are_those_of_the_run_and_of_a_mesh_file():
     assert parse_run("train", [*words, "--zero", "3"])[0].strategy.layout.zero == 3
 
 
-def test_a_mesh_file_is_read_and_options_change_it():
-    run, _ = parse_run("train", [GPT, "--mesh", str(ROOT / "meshes/one_host_8_tensor.toml"), "--zero", "1"])
-    assert run.strategy.layout.mesh == {"fsdp": 4, "tensor": 2}
-    assert (run.strategy.layout.zero, run.strategy.layout.sequence_sharded) == (1, True)
-
-
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
@@ -180,14 +174,6 @@ def test_the_time_is_that_of_the_process():
 def test_help_is_there(words, capsys):
     assert code_of(words) == 0
     assert "usage" in capsys.readouterr().out.lower()
-
-
-def test_inspect_needs_no_devices(capsys):
-    assert cli.main(["inspect", GPT, "--mesh", "fsdp=16,tensor=4", "--batch", "64"]) == 0
-    printed = capsys.readouterr().out
-    assert "mesh: fsdp=16 tensor=4 (64 devices)" in printed
-    assert re.search(r"embedding +256 x 128 +vocab embed +tensor x fsdp +2.0 KiB", printed)
-    assert "parameters: 842,496, 3.2 MiB;" in printed
 
 
 def test_a_module_and_a_name_give_a_run(tmp_path, monkeypatch):

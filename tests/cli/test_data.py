@@ -11,14 +11,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from quiet_training import train_quietly
 from rich.console import Console
 from written_formats import DOCUMENTS, picture, write_files
 
 from shardtrain import Optimizer, Schedule, cli
 from shardtrain.cli.run_options import parse_run
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.work_progress import work_progress
-from shardtrain.trainer.train import train
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
 
@@ -53,11 +52,9 @@ def test_the_page_trains_a_tokenizer_and_a_model_from_parquet(tmp_path, monkeypa
     run, _ = parse_run("train", [*commands[3][1:], *options])
     run = dataclasses.replace(run, batch=8, steps=20, run_dir=tmp_path / "run", log_every=1)
     run = dataclasses.replace(run, optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=0.05)))
-    shown = io.StringIO()
-    train(run, Console(file=shown, width=200))
-    losses = [line["train/loss"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")]
-    assert losses[-1] < 0.6 * losses[0]
-    assert re.search(r"corpus: \d+ npy; [\d,]+ tokens", shown.getvalue())
+    _, printed, lines = train_quietly(run)
+    assert lines[-1]["train/loss"] < 0.6 * lines[0]["train/loss"]
+    assert re.search(r"corpus: \d+ npy; [\d,]+ tokens", printed)
 
 
 def test_a_mixture_is_changed_by_options(tmp_path, monkeypatch):
@@ -271,13 +268,11 @@ def test_the_run_of_conversations_learns_their_answers(tmp_path, monkeypatch):
     options += ["--data.on-error", "skip", "--learning-rate", "0.05", "--batch", "8"]
     run, _ = parse_run("train", ["my_chat.py", *options])
     run = dataclasses.replace(run, run_dir=tmp_path / "run", log_every=1)
-    shown = io.StringIO()
-    train(run, Console(file=shown, width=400))
-    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    _, printed, lines = train_quietly(run)
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < 0.3 * losses[0]
     assert all(line["data_skipped"] == 1 for line in lines if "train/loss" in line)
-    assert "chat: 1 jsonl; 40 conversations, " in shown.getvalue()
+    assert "chat: 1 jsonl; 40 conversations, " in printed
 
 
 def test_conversations_are_shown_with_what_is_learned(tmp_path, capsys):

@@ -140,17 +140,8 @@ def test_questions_are_answered_as_without_a_mesh(command, folder, params):
     requests = make_requests(questions, Bytes(), " ", CONFIG.seq)
     scores = log_likelihoods(jax.tree_util.Partial(apply, params), requests, 4, CONFIG.seq)
     expected = compute_accuracy(questions, scores)._asdict()
-    words = [
-        "run",
-        "--choices",
-        "sky.jsonl",
-        "--choices",
-        "again=sky.jsonl",
-        "--json",
-        "--mesh",
-        "fsdp=4,tensor=2",
-    ]
-    code, out, _ = command(*words)
+    words = "run --choices sky.jsonl --choices again=sky.jsonl --json --mesh fsdp=4,tensor=2"
+    code, out, _ = command(*words.split())
     assert code == 0
     assert json.loads(out)["results"] == {"sky": expected, "again": expected}
 

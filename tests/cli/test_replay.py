@@ -21,20 +21,13 @@ from shardtrain.elastic.run_files import RunFiles
 from shardtrain.trainer.config import describe
 
 RUN = """
-import numpy as np
+from quiet_training import InMemory, random_tokens
 from shardtrain import Optimizer, Run
 from tiny_language_model import TinyConfig
 
-class Tokens:
-    def train(self, folder):
-        return [{"tokens": row} for row in np.random.default_rng(0).integers(0, 32, (64, 9), np.int32)]
-
-    def heldout(self, folder):
-        return None
-
 def run():
-    model = TinyConfig(vocab=32, dropout=0.1)
-    return Run(model=model, data=Tokens(), optimizer=Optimizer(), batch=8, steps=9)
+    model, data = TinyConfig(vocab=32, dropout=0.1), InMemory(random_tokens())
+    return Run(model=model, data=data, optimizer=Optimizer(), batch=8, steps=9)
 """
 A, B = (Peer(name=name, address="") for name in "ab")
 MESHES = {"a": {"data": 1}, "b": {"data": 2, "tensor": 2}}

@@ -15,7 +15,6 @@ from shardtrain.doctor.files import (
     find_nearest_folder,
     is_locked,
     probe_lock,
-    probe_rename,
     run_probes,
 )
 from shardtrain.doctor.runner import CHECKS, collect_in_thread
@@ -105,10 +104,6 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, told, by_wha
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
     row = by_what(evaluate(told([rank({"lock": probe_lock(tmp_path)})], "a")))["lock"]
     assert (row.status, row.finding) == ("warning", "a lock is not seen by another process")
-
-
-def test_renames_that_copy_are_seen(tmp_path):
-    assert probe_rename(tmp_path) == {"replaces": True, "moves_folders": True}
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def test_facts_that_are_not_understood_are_a_row():
     assert found.status == "warning"
 
 
-def test_a_warning_without_advice_is_our_mistake():
-    with pytest.raises(AssertionError):
-        Row("y", "z", "warning", check="x")
-
-
 def test_the_table_and_the_data_say_the_same():
     rows = [
         Row("own", "[bold]a", check="names"),

@@ -48,9 +48,13 @@ class Process:
         return found[-1].removeprefix("outcome ") if found else ""
 
     def signal(self, number):
-        """Send a signal to the island, which may have been forked by another process."""
+        """Send a signal to the island, which another process may have forked; return whether it was there."""
         (name,) = (text for text in self.list_texts() if text.startswith("name "))
-        os.kill(int(name.rsplit("-", 2)[1]), number)
+        try:
+            os.kill(int(name.rsplit("-", 2)[1]), number)
+        except ProcessLookupError:  # it has just left by itself
+            return False
+        return True
 
     @property
     def is_member(self):
@@ -158,8 +162,8 @@ def run_chaos(run, seed, events, *, fewest=2, most=4):
         victim = rng.choice([living[0], rng.choice(living)])
         what = rng.choice(["kill", "kill", "kill", "leave", "freeze", "start"])
         if what == "kill":
-            victim.signal(signal.SIGKILL)
-            killed.append(time.monotonic())
+            if victim.signal(signal.SIGKILL):
+                killed.append(time.monotonic())
         elif what == "leave":
             victim.signal(signal.SIGTERM)
         elif what == "freeze":

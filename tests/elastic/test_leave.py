@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,21 +29,21 @@ def epoch(number, *names, why="dealt anew"):
     )
 
 
-def test_an_island_leaves_and_nothing_is_repeated(tmp_path, warm_python, capsys):
+def test_islands_leave_by_command_or_signal_and_nothing_is_repeated(tmp_path, warm_python, capsys):
     run = Run(warm_python, tmp_path, steps=250, seconds=0.004)
     try:
-        first, _ = run.start(), run.start()
+        first, second, _ = (run.start() for _ in range(3))
         run.wait_for(lambda: all(each.is_member for each in run.processes))
         assert cli.main(["leave", str(tmp_path)]) == 0
         listed = [line.split() for line in capsys.readouterr().out.splitlines()]
         names = list_epochs(RunFiles(tmp_path / "elastic"))[-1].names
-        assert listed == [[names[0], "chief"], [names[1]]]
+        assert listed == [[names[0], "chief"], [names[1]], [names[2]]]
         (name,) = (text for text in first.list_texts() if text.startswith("name "))
         assert cli.main(["leave", str(tmp_path), name.removeprefix("name ")]) == 0
         assert capsys.readouterr().out == f"{name.removeprefix('name ')} is asked to leave\n"
-        run.wait_for(lambda: first.outcome)
-        assert first.outcome.startswith("left ")
+        second.signal(signal.SIGINT)
         epochs = run.finish()
+        assert [each.outcome.split()[0] for each in (first, second)] == ["left"] * 2
     finally:
         run.end()
     assert not any(each.repeats for each in epochs)

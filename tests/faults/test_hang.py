@@ -4,19 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from live_processes import alive
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 GONE_SECONDS = 300  # ends what would hang for ever
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def hurt():

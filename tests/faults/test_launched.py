@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from live_processes import parent
 
 from shardtrain.report.sinks.json_lines import read_jsonl
 
@@ -45,10 +46,6 @@ def sockets(pid):
         with suppress(FileNotFoundError):  # closed since it was listed
             names.append(str(link.readlink()))
     return {match[1] for name in names if (match := re.fullmatch(r"socket:\[(\d+)\]", name))}
-
-
-def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.full

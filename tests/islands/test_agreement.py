@@ -55,13 +55,6 @@ def diff(*facts_by_rank, **options):
     return [line[2:] for line in lines]
 
 
-def test_those_that_agree():
-    mine = facts(describe(RUN), fingerprint="f1a0")
-    assert mine == json.loads(json.dumps(mine))
-    assert diff(mine) == []
-    assert diff(mine, dict(reversed(mine.items())), json.loads(json.dumps(mine))) == []
-
-
 def test_one_rank_is_named_and_the_majority_comes_first():
     other, most = {"versions/jax": "0.10.1", "run/batch": 32}, {"versions/jax": "0.10.2", "run/batch": 32}
     assert diff(most, other, most) == [
@@ -225,11 +218,6 @@ def test_trees_are_facts_by_path():
     assert expected.items() <= found.items()
     assert found["program/step"] == "aa"
     assert all(name.partition("/")[0] != "model state" for name in found)
-
-
-def test_facts_are_as_they_arrive():
-    """Tuples, or text of an enumeration, would be other values here than at the others."""
-    assert facts({"data.sizes": (1, 2)}, fingerprint="f1")["run/data.sizes"] == [1, 2]
 
 
 def lowered(scale=2.0, axis="data", size=2, callback=False):

@@ -41,11 +41,6 @@ def test_what_pytorch_does(arrays, caps, expected):
     assert in_ready_order(arrays, *caps) == expected
 
 
-def test_what_overflows_still_goes_in():
-    leaves = make((F, 1), (F, 1000), (F, 1))
-    assert assign_buckets(leaves, cap_bytes=8, first_bytes=8) == [[2, 1], [0]]
-
-
 def test_the_defaults_are_those_of_pytorch():
     assert (FIRST_BYTES, CAP_BYTES) == (MIB, 25 * MIB)
     leaves = make(*[(F, MIB // 4)] * 28)
@@ -58,25 +53,10 @@ def test_a_tiny_cap_gives_each_leaf_its_own(cap):
     assert assign_buckets(make((F, 3), (D, 3), (F, 3)), cap_bytes=cap) == [[2], [1], [0]]
 
 
-def test_empty_leaves_cross_with_others():
-    assert assign_buckets(make((F, 0), (F, 2), (F, 0)), cap_bytes=8, first_bytes=8) == [[2, 1], [0]]
-    assert assign_buckets([]) == []
-
-
-def test_open_buckets_cross_when_their_last_leaf_is_ready():
-    arrays = [(F, 1), (D, 100), (F, 1), (D, 1)]
-    assert in_ready_order(arrays, 40, 80) == [[1], [0, 2], [3]]
-
-
 def test_units_stay_together():
     leaves, units = make(*[(F, 10)] * 7), ["a", None, "b", "a", None, "b", None]
     assert assign_buckets(leaves, units, cap_bytes=0) == [[6], [4], [5, 2], [1], [3, 0]]
     assert assign_buckets(leaves, units, cap_bytes=80, first_bytes=40) == [[6], [4, 5, 2], [1, 3, 0]]
-
-
-def test_a_unit_of_two_dtypes_stays_together():
-    leaves = make((F, 10), (F, 10), (D, 5), (D, 5))
-    assert assign_buckets(leaves, ["a", None, "a", None]) == [[3], [1], [2, 0]]
 
 
 LEAVES = st.lists(

@@ -14,15 +14,6 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "meshes/two_kinds_of_islands.toml"
 
 
-def test_islands_are_numbered_kind_by_kind():
-    cluster = read_cluster(FILE)
-    assert [kind.kind for kind in cluster.of_islands] == ["v100", "v100", "h100", "h100"]
-    assert cluster.strategy_sections == {
-        "0-1": {"compute_dtype": "float16", "accumulate": 2},
-        "2-3": {"compute_dtype": "bfloat16"},
-    }
-
-
 def test_a_run_takes_the_sections_of_a_cluster_and_its_own_win(tmp_path):
     own = tmp_path / "strategy.toml"
     own.write_text('[islands."0-1"]\naccumulate = 8\n[islands."3"]\ncompute_dtype = "float32"\n')

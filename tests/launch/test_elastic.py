@@ -2,10 +2,10 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from launches import finish, start_launch, until
+from live_processes import alive
 
 START = """
 import os, sys
@@ -67,13 +67,6 @@ def pids(folder, number):
     paths = [folder / f"start-{each}" for each in range(number)]
     until(lambda: all(path.is_file() and path.read_text() for path in paths))
     return [int(path.read_text()) for path in paths]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_each_is_a_process_of_its_own_with_whole_lines_and_a_log(tmp_path):

@@ -34,7 +34,6 @@ def test_directives_stand_together_behind_one_sentinel(path):
             "Flux would give each process one core. Add --cpus-per-island, or leave",
         ),
         ({}, {"queue": "a b"}, "queue 'a b' may have letters"),
-        ({}, {"bank": "a\n# flux: -N9"}, "bank 'a\\n# flux: -N9' may have letters"),
         ({}, {"flux": ("x\nrm -r x",)}, "flux option 'x\\nrm -r x' is more than one line"),
         ({"logs": Path("{{id}}")}, {}, "logs '{{id}}': flux takes a path of letters"),
     ],

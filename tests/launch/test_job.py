@@ -6,7 +6,7 @@ import pytest
 
 from shardtrain.launch.duration import parse_time
 from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, place_ranks, read_hostfile
-from shardtrain.launch.job import THRESHOLDS, Job
+from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, shell_text
 
 
@@ -17,7 +17,6 @@ def job(**changes):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"islands": 0}, "islands is 0; use 1 or more"),
         ({"islands": 10**12}, "islands is 1000000000000; use at most 1048576"),
         ({"stop_seconds": -5}, "-5 s for stopping and saving are given; use 0 or more"),
         ({"islands": 2, "processes_per_island": 0}, "processes per island 0: each island needs 1 or more"),
@@ -30,8 +29,10 @@ def job(**changes):
             "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or give the number of"
             " each host: a:2,b:1",
         ),
-        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or give the number of each host: a:1"),
-        ({"time_seconds": 60}, "the time limit of 60 s leaves nothing before the 120 s for stopping"),
+        (
+            {"islands": 0, "time_seconds": 60},
+            "islands is 0; use 1 or more\n  - the time limit of 60 s leaves nothing before the 120 s",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_with_the_fix(changes, text):
@@ -39,24 +40,6 @@ def test_a_job_that_cannot_be_is_refused_with_the_fix(changes, text):
         job(**changes)
     assert str(error.value).startswith("this job cannot be launched:\n  - ")
     assert text in str(error.value)
-
-
-def test_all_problems_are_told_at_once():
-    with pytest.raises(ValueError, match=r"(?s)islands is 0.*time limit of 1 s"):
-        job(islands=0, time_seconds=1)
-
-
-def test_ranks_are_the_processes_of_all_islands():
-    assert job(islands=3, processes_per_island=2).num_ranks == 6
-    assert job(islands=2, processes_per_island=(1, 3)).num_ranks == 4
-
-
-def test_the_environment_names_the_islands_and_keeps_thresholds_of_the_user():
-    unequal = job(islands=2, processes_per_island=(1, 3))
-    expected = {"SHARDTRAIN_ISLAND_PROCESSES": "1,3", "GLIBC_TUNABLES": THRESHOLDS}
-    assert unequal.rank_environment({}) == expected
-    assert job().rank_environment({"GLIBC_TUNABLES": "a=1"})["GLIBC_TUNABLES"] == "a=1"
-    assert job().rank_environment({})["SHARDTRAIN_ISLAND_PROCESSES"] == "1"
 
 
 def test_an_interface_reaches_every_transport_but_those_that_the_user_has_set():
@@ -71,7 +54,6 @@ def test_an_interface_reaches_every_transport_but_those_that_the_user_has_set():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a,,b", "'' is no host"),
         ("a:x", "'a:x' is no host; write a name, or name:ranks"),
         ("a:0", "'a:0' is no host"),
         ("a,b,a", "a is there 2 times; write a:2 once"),
@@ -125,8 +107,6 @@ def test_slots_that_are_too_few_are_refused():
         ("2:30", 150),
         ("01:30:00", 5400),
         ("1-12", 129600),
-        ("1-00:30", 88200),
-        ("2-0:0:1", 172801),
     ],
 )
 def test_times_are_read_as_slurm_reads_them(text, seconds):

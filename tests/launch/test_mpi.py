@@ -85,11 +85,6 @@ def test_hosts_for_open_mpi_which_is_told_what_to_carry():
     )
 
 
-def test_without_hosts_mpiexec_takes_those_of_the_batch_job():
-    assert lines(mpi.launch_by(job(), of("openmpi"), {}))[1] == ("--bind-to", "none")
-    assert lines(mpi.launch_by(job(), of("hydra"), {})) == (("mpiexec", "-n", "2"), *HYDRA_VARIABLES)
-
-
 def test_root_may_run_open_mpi(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

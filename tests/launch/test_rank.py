@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from launches import ROOT, until
 
-ROOT = Path(__file__).parents[2]
 SECOND = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -178,10 +177,3 @@ def test_an_unfinished_line_is_passed_on_only_without_a_prefix(tmp_path):
                 assert process.stdout.read(len(first)) == first
             process.stdin.close()
             assert process.stdout.read() == (b"\r20%\n" if first else b"[island 1] 20%\n")
-
-
-def until(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)

@@ -19,8 +19,6 @@ def ended(code, step=0, asked=False):
 @pytest.mark.parametrize(
     ("ends", "code", "pauses", "text"),
     [
-        ([ended(0)], 0, [], ""),
-        ([ended(1, 7), ended(0)], 0, [1], "exit code 1 at step 7; restart 1 of 3 in 1 s"),
         ([ended(1, 7), ended(75, 9), ended(0)], 0, [1, 2], "exit code 75 at step 9; restart 2 of 3 in 2 s"),
         (
             [ended(1, 7), ended(137, 7)],
@@ -51,12 +49,6 @@ def test_when_it_is_started_again(ends, code, pauses, text):
     assert starts == list(range(len(ends)))
     assert text in "".join(told)
     assert bool(told) == bool(text)
-
-
-def test_without_restarts_nothing_is_said():
-    told = []
-    assert run_again(lambda number: ended(1, 7), Restarts(), told.append) == 1
-    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from launches import ROOT, finish, start_launch, until
+from live_processes import alive, parent
 
 GONE_SECONDS = 150
 """Far below the seconds that a rank sleeps; a busy machine takes some to end processes."""
@@ -54,13 +54,6 @@ def start(folder, program, *arguments, processes="1,1", limit=0, **options):
 
 def launched(folder, program, *arguments, **options):
     return finish(start(folder, program, *arguments, **options))
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def pids(folder):
@@ -156,8 +149,8 @@ def test_who_was_killed_from_outside_is_named(victim, text, tmp_path):
     process = start(tmp_path, STOPS, str(tmp_path), "hang")
     everybody = pids(tmp_path)
     keeper = int((tmp_path / "pids-1").read_text().split()[1])
-    proxy = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
-    mpiexec = int(Path(f"/proc/{proxy}/stat").read_text().rpartition(")")[2].split()[1])
+    proxy = parent(keeper)
+    mpiexec = parent(proxy)
     if victim == "mpiexec":
         os.kill(mpiexec, signal.SIGKILL)
     else:

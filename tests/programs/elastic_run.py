@@ -8,11 +8,10 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from quiet_training import InMemory, random_tokens
 from tiny_language_model import TinyConfig
 
 from shardtrain import Optimizer, Run, Schedule
@@ -23,19 +22,6 @@ from shardtrain.report.sinks.json_lines import JsonLines
 from shardtrain.trainer.hooks import Hook
 
 MODEL = TinyConfig(vocab=32, num_layers=2, dropout=0.1)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    def train(self, folder: Path) -> Any:
-        return self._draw(0, 64)
-
-    def heldout(self, folder: Path) -> Any:
-        return self._draw(1, 8)
-
-    def _draw(self, seed: int, number: int) -> Any:
-        tokens = np.random.default_rng(seed).integers(0, 32, (number, 9), np.int32)
-        return [{"tokens": row} for row in tokens]
 
 
 def wait(step: int) -> None:
@@ -66,7 +52,7 @@ stop_before(JsonLines, "write", "stop-line")
 def run() -> Run:
     return Run(
         model=MODEL,
-        data=Tokens(),
+        data=InMemory(random_tokens(), random_tokens(8, 1)),
         optimizer=Optimizer(learning_rate=Schedule(peak=1e-2)),
         batch=10,
         steps=120,

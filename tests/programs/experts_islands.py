@@ -1,6 +1,5 @@
 """Train mixtures of experts on two islands: as replicas, and as stages of a pipeline."""
 
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +7,16 @@ from pathlib import Path
 import jax
 import numpy as np
 from fine_tuning import CONSTANT, run_of
-from rich.console import Console
+from island_runs import IS_FIRST, gather, make_train
 
-from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.experts_options import Experts
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
-FOLDER, ISLANDS = Path(sys.argv[1]), join()
-assert ISLANDS is not None
+FOLDER = Path(sys.argv[1])
 MODEL = DecoderConfig(
     vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
     experts=Experts(num=4, top=2, capacity=1.0, shared=1, balance=0.1),
@@ -36,17 +32,14 @@ CASES = {
 }
 for name, (model, strategy) in CASES.items():
     optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
-    run = run_of(
-        model, FOLDER / name, optimizer=optimizer, log_every=1, strategy=strategy, steps=1 + (name != "bias")
-    )
-    shown = io.StringIO()
-    state = train(run, Console(file=shown, width=300), ISLANDS).state
+    run = run_of(model, optimizer=optimizer, log_every=1, strategy=strategy, steps=1 + (name != "bias"))
+    trained, shown = make_train(run, FOLDER)(name)
     if name != "bias":
-        assert "loads of experts" not in shown.getvalue()
+        assert "loads of experts" not in shown
         continue
     # the mean of what the islands, each by its own loads, add or take
-    moved = np.asarray(jax.device_get(state.model_state["blocks"]["mlp"]["router_bias"])) / 0.01
-    alike = ISLANDS.control.all_gather(str(moved.tolist()))
-    if ISLANDS.is_first:
-        assert "loads of experts, over the axis 'replicas': islands do not" in shown.getvalue()
+    moved = np.asarray(jax.device_get(trained.state.model_state["blocks"]["mlp"]["router_bias"])) / 0.01
+    alike = gather("what moved", str(moved.tolist()))
+    if IS_FIRST:
+        assert "loads of experts, over the axis 'replicas': islands do not" in shown
         sys.stdout.write(f"{len(set(alike))} {np.abs(moved * 2 - np.round(moved * 2)).max() < 1e-3}\n")

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from gossip import Gossip
 from local_sgd import local_sgd
+from step_parts import AS_STATE, initial_values, mean_gradient, place_alone
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine import CODECS, COMBINERS, make_combiner, mean
@@ -37,7 +38,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import Channel, IslandCombiner
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.placement import init_state, make_placement, restorable_state
+from shardtrain.train_step.placement import make_placement, restorable_state
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_step
 from shardtrain.train_step.sync.every_step import make_sync
@@ -62,23 +63,11 @@ BATCH = {
 }
 
 
-def gradients_as_state() -> optax.GradientTransformation:
-    """Keeps the gradient, and changes nothing."""
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)  # noqa: E731
-    update = lambda grads, state, params: (zeros(grads), grads)  # noqa: E731
-    return optax.GradientTransformation(zeros, update)  # type: ignore[arg-type]
-
-
-AS_STATE = gradients_as_state()
-
-
 def one_device():
     """Loss and gradients of the whole batch, on one device."""
-    layout = Layout(mesh={"data": 1})
-    mesh = make_mesh(layout, jax.local_devices()[:1])
-    placement = make_placement(MODEL, AS_STATE, layout, mesh)
+    placement = place_alone(MODEL)
     state = first_state(MODEL, AS_STATE, placement)
-    batch = place(BATCH, mesh, layout.batch_axes)
+    batch = place(BATCH, placement.mesh, ("data",))
     state, metrics = make_step(MODEL, classification_loss, AS_STATE, placement)(state, batch)
     return jax.device_get((metrics["loss_sum"], metrics["count"], state.opt_state))
 
@@ -94,9 +83,7 @@ def rows_of(shares, island, unit):
 
 def noise_of_parts(shares, unit, num_parts):
     """The estimates of the gradient noise from the gradients of every island's parts, on one device."""
-    layout = Layout(mesh={"data": 1})
-    mesh = make_mesh(layout, jax.local_devices()[:1])
-    placement = make_placement(MODEL, AS_STATE, layout, mesh)
+    placement = place_alone(MODEL)
     state = first_state(MODEL, AS_STATE, placement)
     gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, mean=False))
     norms, counts, whole = [], [], 0.0
@@ -105,7 +92,7 @@ def noise_of_parts(shares, unit, num_parts):
         size = len(rows["label"]) // num_parts
         for part in range(num_parts):
             of_part = {name: value[part * size :][:size] for name, value in rows.items()}
-            batch = place(of_part, mesh, layout.batch_axes)
+            batch = place(of_part, placement.mesh, ("data",))
             key = step_key(state.seed, jnp.int32(0))
             found = gradients(state.params, state.model_state, key, batch, start + part * size)
             grads = np.concatenate([np.ravel(x) for x in jax.tree.leaves(found.grads)]).astype(np.float64)
@@ -118,13 +105,6 @@ def noise_of_parts(shares, unit, num_parts):
     system = [[np.square(counts).sum(), count], [count**2, count]]
     square, trace = np.linalg.solve(system, [sum(norms), np.square(whole).sum()])
     return [(square, 1.0), (trace, 1.0), (count, 1.0)]
-
-
-@functools.cache
-def initial_values(model, optimizer):
-    """The state before the first step, on the host; computed once, as it has the same values on any mesh."""
-    mesh = make_mesh(layout := Layout(mesh={"data": 1}, unnamed="replicate"), jax.local_devices()[:1])
-    return jax.device_get(init_state(model, optimizer, make_placement(model, optimizer, layout, mesh), 7))
 
 
 def first_state(model, optimizer, placement):
@@ -332,19 +312,12 @@ def local_steps(comm, transfer, layout, mesh) -> None:
     optimizer = optax.sgd(rate)
     placement = make_placement(model, optimizer, layout, mesh)
     batches = [place({"tokens": each[rows], "weights": weights}, mesh, layout.batch_axes) for each in tokens]
-
-    @jax.jit
-    def gradient(params, tokens):
-        def loss(params):
-            apply = lambda x: model.apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
-            total, count, *_ = next_token_loss(apply, {"tokens": tokens, "weights": jnp.ones(len(tokens))})
-            return total / count
-
-        return jax.grad(loss)(params)
+    gradient = mean_gradient(model, next_token_loss)
 
     def plain(params, replica, step):
-        start = sum(shares[:replica])
-        return gradient(params, tokens[step - 1, start : start + shares[replica]])
+        start, number = sum(shares[:replica]), shares[replica]
+        rows = {"tokens": tokens[step - 1, start : start + number], "weights": np.ones(number, np.float32)}
+        return gradient(params, rows)
 
     gather = Control(comm).all_gather
     arguments = (Training(model, next_token_loss, optimizer), placement, Channel(transfer, gather))

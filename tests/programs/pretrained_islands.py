@@ -1,30 +1,24 @@
 """Start from a folder of Hugging Face on two islands: as replicas, and as stages of a pipeline."""
 
 import functools
-import io
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 from fine_tuning import close, run_of
 from flax import nnx
-from rich.console import Console
+from island_runs import ISLANDS, make_train
 
 from shardtrain import read_pretrained
-from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.models.lora import Lora
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
 BASE, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
-ISLANDS = join()
-assert ISLANDS is not None
 RUN = run_of(
     read_pretrained(BASE, lora=Lora(rank=2, on=("q", "v"))),
     start_from=StartFrom(checkpoint=BASE),
@@ -39,8 +33,7 @@ STRATEGIES = {
 rank = ISLANDS.placement.island
 losses, trained = {}, {}
 for name, strategy in STRATEGIES.items():
-    run = replace(RUN, strategy=strategy, run_dir=FOLDER / name)
-    trained[name] = jax.device_get(train(run, Console(file=io.StringIO()), ISLANDS).state.params)
+    trained[name] = jax.device_get(make_train(RUN, FOLDER)(name, strategy=strategy)[0].state.params)
     if rank == 0:
         losses[name] = [line["train/loss"] for line in read_jsonl(FOLDER / name / "metrics.jsonl")]
 whole, mine = trained["replicas"], trained["stages"]

@@ -3,37 +3,20 @@
 Prints, of this island, the real rows of its batches in each run, and what was printed or refused.
 """
 
-import dataclasses
-import io
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from tiny_language_model import TinyConfig
+from island_runs import IS_FIRST, make_run, make_train
 
-from shardtrain.data import Text
-from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.train_step.sync.every_step import EveryStep
 from shardtrain.trainer import evaluation, row_shares
-from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 FOLDER, TEXT = Path(sys.argv[1]), Path(sys.argv[2])
-ISLANDS = join()
-assert ISLANDS is not None
-RUN = Run(
-    model=TinyConfig(num_layers=2, dropout=0.1),
-    data=Text(paths=(TEXT,), seq=8, heldout_fraction=0.06),
-    batch=16,
-    steps=3,
-    seed=3,
-    log_every=1,
-    evaluate_every=None,
-)
+train_run = make_train(make_run(TEXT, batch=16, steps=3, evaluate_every=None), FOLDER)
 found: dict = {}
 rows: list[int] = []
 step = EveryStep.__call__
@@ -67,11 +50,8 @@ def run(name: str, growth: str = "", **across: object) -> None:
     rows.clear()
     evaluated.clear()
     strategy = Strategy(across=Across(**across))  # type: ignore[arg-type]
-    options = dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name, batch_growth=growth)
-    console = Console(file=io.StringIO(), width=200)
     try:
-        train(options, console, ISLANDS)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
+        _, text = train_run(name, strategy=strategy, batch_growth=growth)
     except ValueError as error:
         text = str(error)
     found[name] = [sorted(set(rows)), text, sorted(set(evaluated))]
@@ -96,12 +76,12 @@ def recorded(program_bytes, rows, *arguments):
 row_shares.fit_rows = recorded
 row_shares.device_memory_bytes = lambda coordination: memory["bytes"]
 run("enough", shares=(3.0, 1.0), share_limits="auto")
-if ISLANDS.is_first:
+if IS_FIRST:
     memory["bytes"] = measured[0] + measured[1] * 11 // 2
 run("little", shares=(3.0, 1.0), share_limits="auto")
 run("grown", "1:2", shares=(3.0, 1.0), share_limits="auto")
 run("grown freely", "1:2", shares=(3.0, 1.0))
-memory["bytes"] = measured[0] - 1 if ISLANDS.is_first else 1 << 50
+memory["bytes"] = measured[0] - 1 if IS_FIRST else 1 << 50
 found["least"] = measured[0]
 run("none", shares=(3.0, 1.0), share_limits="auto")
 sys.stdout.write(json.dumps(found))

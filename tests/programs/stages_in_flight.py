@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from step_parts import initial_values, make_stage_compute
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine.fragments import group_by_path
@@ -19,8 +20,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.bridge import MPI, Control, MpiGroup, world
-from shardtrain.islands.mailbox import Mailbox
+from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.parameter_server import ParameterServer
 from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.transfer import Transfer
@@ -28,14 +28,12 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.in_flight import count_forwards_ahead, count_waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.stage_compute import StageCompute, StageTables
-from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid, StageLinks
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
 from shardtrain.train_step.sync.waves import BarrierSchedule, WaveWorker
@@ -97,27 +95,13 @@ def make_stage_step(barriers):
     (stages,) = make_partitions(traced, Pipeline(), STAGES, 1)
     stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=GRID.stage)
     placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
-    control, way = Control(COMM), Synchronisation(on="deltas", every=EVERY, distance=0)
+    way = Synchronisation(on="deltas", every=EVERY, distance=0)
     peers = COMM.Split(GRID.stage, GRID.replica)
     transfer = Transfer(mesh, [MpiGroup(peers)])
     shard = ParameterShard(peers.size, waves_ahead=count_waves_before_barrier(IN_FLIGHT, EVERY))
-
-    compute = StageCompute(
-        stage_model,
-        StageTables(
-            stage_model.flow(microbatch),
-            make_table("gpipe", STAGES, MICROBATCHES, 1),
-            forward_only(STAGES, MICROBATCHES, 1),
-        ),
-        StageUpdate(optimizer, CLIP),
-        placement,
-        StageLinks(
-            GRID,
-            Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
-            OwnerTransfers(stage_model, owner_groups([stages])[GRID.stage : GRID.stage + 1], [transfer]),
-            control.all_gather,
-        ),
-        way,
+    owned, update = [(owner_groups([stages])[GRID.stage], transfer)], StageUpdate(optimizer, CLIP)
+    compute = make_stage_compute(
+        COMM, GRID, stage_model, placement, "gpipe", MICROBATCHES, update, owned, way
     )
     names = [f"worker {i}" for i in range(peers.size)]
     ranks = list(range(GRID.stage, COMM.size, STAGES))
@@ -128,19 +112,12 @@ def make_stage_step(barriers):
     return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 
 
-def whole_params():
-    layout = Layout(mesh={"data": 1})
-    mesh = make_mesh(layout, jax.local_devices()[:1])
-    placement = make_placement(MODEL, optax.sgd(RATE), layout, mesh)
-    return jax.device_get(init_state(MODEL, optax.sgd(RATE), placement, 7).params)
-
-
 def main():
     # nothing is in flight at the planned barrier after step 8, and after the last step
     barriers = BarrierSchedule(Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
     step, state, batch = make_stage_step(barriers)
     state = step.begin(state, batch(1))
-    common, found, norms = expected(whole_params())
+    common, found, norms = expected(initial_values(MODEL).params)
     assert min(norms) < CLIP < max(norms), norms  # some are clipped
     seen = defaultdict(float)
     for number in range(1, STEPS + 1):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 from local_sgd import local_sgd
+from step_parts import AS_STATE, initial_values, make_stage_compute, mean_gradient, place_alone
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine.fragments import Fragment, group_by_path, restore_paths
@@ -21,22 +22,20 @@ from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.bridge import MPI, Control, MpiGroup, world
-from shardtrain.islands.mailbox import Mailbox
+from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_executor import StageExecutor
-from shardtrain.train_step.stage_links import OwnerTransfers, PipelineGrid, StageLinks
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_evaluate, make_step
@@ -174,23 +173,11 @@ def data(name):
     }
 
 
-def gradients_as_state() -> optax.GradientTransformation:
-    """Keeps the gradient, and changes nothing."""
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)  # noqa: E731
-    update = lambda grads, state, params: (zeros(grads), grads)  # noqa: E731
-    return optax.GradientTransformation(zeros, update)  # type: ignore[arg-type]
-
-
 def one_device(name, microbatches):
     """Metrics, gradients, model state and held-out metrics of the whole batch, on one device."""
-    layout = Layout(mesh={"data": 1}, unnamed="replicate")
-    mesh = make_mesh(layout, jax.local_devices()[:1])
-    loss, rows = data(name)
-    placement = make_placement(model(name), gradients_as_state(), layout, mesh)
-    state = init_state(model(name), gradients_as_state(), placement, 7)
-    batch = place(rows, mesh, layout.batch_axes, microbatches)
-    heldout = make_evaluate(model(name), loss, placement)(state, batch)
-    state, metrics = make_step(model(name), loss, gradients_as_state(), placement)(state, batch)
+    step, state, batch, placement = make_alone(name, 0, ROWS, microbatches)
+    heldout = make_evaluate(model(name), data(name)[0], placement)(state, batch)
+    state, metrics = step(state, batch)
     return jax.device_get((metrics, state.opt_state, state.model_state, heldout))
 
 
@@ -203,12 +190,11 @@ def make(
     microbatches,
     synchronisation=Synchronisation(),
     shares=None,
-    optimizer=None,
+    optimizer=AS_STATE,
     last_step=-1,
     cuts="params",
 ):
     """(step, state, batch) of this rank."""
-    optimizer = optimizer or gradients_as_state()
     grid = PipelineGrid(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
     sizes, zero = LAYOUTS[grid.stage]
     if name == "skips" and "data" in sizes:
@@ -235,24 +221,9 @@ def make(
         joins = group.stages[grid.replica] == grid.stage
         owners = comm.Split(0 if joins else MPI.UNDEFINED, comm.rank)
         owned += [(group, Transfer(mesh, [MpiGroup(owners)]))] if joins else []
-    groups, transfers = zip(*owned, strict=True)
-    compute = StageCompute(
-        stage_model,
-        StageTables(
-            stage_model.flow(microbatch),
-            make_table(schedule, num_stages, microbatches, chunks),
-            forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
-        ),
-        StageUpdate(optimizer),
-        placement,
-        StageLinks(
-            grid,
-            Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),
-            OwnerTransfers(stage_model, groups, transfers),
-            Control(comm).all_gather,
-        ),
-        synchronisation,
-        start,
+    how, update = (schedule, microbatches), StageUpdate(optimizer)
+    compute = make_stage_compute(
+        comm, grid, stage_model, placement, *how, update, owned, synchronisation, start
     )
     step: Any = make_sync(compute, synchronisation, last_step)
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
@@ -354,7 +325,7 @@ def adasum_of_pipelines(comm, num_stages) -> None:
     state, _ = step(state, batch)
     alone = None
     if comm.rank < 2:
-        plain, own, rows = make_alone("tied", sum(shares[: comm.rank]), shares[comm.rank])
+        plain, own, rows, _ = make_alone("tied", sum(shares[: comm.rank]), shares[comm.rank])
         alone = jax.device_get(plain(own, rows)[0].opt_state)
     means = comm.allgather(alone)[:2]
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
@@ -394,15 +365,7 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     way = Synchronisation(on="deltas", every=2, fragments=2, overlap=1, outer=outer, synchronous_steps=1)
     step, state, batch = make(comm, num_stages, "plain", "1f1b", 1, 2, way, shares, optax.sgd(rate), 4)
     loss, rows = data("plain")
-
-    @jax.jit
-    def gradient(params, rows):
-        def mean_loss(params):
-            apply = lambda x: model("plain").apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
-            total, count, *_ = loss(apply, jax.tree.map(jnp.asarray, rows))
-            return total / count
-
-        return jax.grad(mean_loss)(params)
+    gradient = mean_gradient(model("plain"), loss)
 
     def plain(params, replica, number):
         start = sum(shares[:replica])
@@ -412,7 +375,7 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     fragments = whole_fragments(comm, step, way)
     found = None
     if not comm.rank:  # one rank compiles and computes it for all
-        whole = make_alone("plain", 0, ROWS)[1].params
+        whole = initial_values(model("plain")).params
         found = local_sgd(plain, whole, counts, 4, way, rate, fragments, last_step=4)
         found = [restore_paths(whole, params) for params in found]
     expected = comm.bcast(found)
@@ -428,14 +391,14 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     step.close()
 
 
-def make_alone(name, start, number):
-    layout = Layout(mesh={"data": 1})
-    mesh = make_mesh(layout, jax.local_devices()[:1])
+def make_alone(name, start, number, microbatches=2):
+    """(step, state, batch, placement) of rows on one device."""
     loss, rows = data(name)
-    placement = make_placement(model(name), gradients_as_state(), layout, mesh)
-    step = make_step(model(name), loss, gradients_as_state(), placement, start_row=start)
-    rows = {key: value[start : start + number] for key, value in rows.items()}
-    return step, init_state(model(name), gradients_as_state(), placement, 7), place(rows, mesh, ("data",), 2)
+    placement = place_alone(model(name))
+    step = make_step(model(name), loss, AS_STATE, placement, start_row=start)
+    batch = {key: value[start : start + number] for key, value in rows.items()}
+    state = jax.device_put(initial_values(model(name)), placement.state)
+    return step, state, place(batch, placement.mesh, ("data",), microbatches), placement
 
 
 def a_bad_gradient(step, state, batch) -> None:

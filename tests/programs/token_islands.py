@@ -3,32 +3,21 @@
 Six steps at once, and on islands four and two.
 """
 
-import dataclasses
-import io
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
-from rich.console import Console
-from tiny_language_model import TinyConfig
+from island_runs import IS_FIRST, ISLANDS, bits, copy_without, gather, make_run, make_train
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.stragglers import StepTimer
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.sync.every_step import EveryStep
-from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 FOLDER, SHARES, DEVICES, MICROBATCHES = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
-ISLANDS = join()
 
 
 class Lines:
@@ -58,10 +47,9 @@ class LineData:
 
 
 AUTO = SHARES == "auto"
-RUN = Run(
-    model=TinyConfig(num_layers=2, dropout=0.1),
+RUN = make_run(
+    FOLDER,
     data=LineData(),
-    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2)),
     strategy=Strategy(
         layout=Layout(mesh={"data": DEVICES}),
         accumulate=MICROBATCHES,
@@ -70,33 +58,12 @@ RUN = Run(
     batch=120,
     batch_unit="tokens",
     steps=40 if AUTO else 6,
-    seed=3,
-    log_every=1,
     evaluate_every=None if AUTO else 3,
     checkpoints=CheckpointPolicy(every_steps=None if AUTO else 4, keep=4),
 )
-
-
-def run(name: str):
-    console = Console(file=io.StringIO(), width=200)
-    trained = train(dataclasses.replace(RUN, run_dir=FOLDER / name), console, ISLANDS)
-    return trained, console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def bits(tree) -> list[bytes]:
-    return [np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def barrier(name: str) -> bool:
-    """Wait for all islands; return whether this one is the first."""
-    if ISLANDS is not None:
-        ISLANDS.all_gather_islands(name, None)
-    return ISLANDS is None or ISLANDS.is_first
-
-
+run = make_train(RUN, FOLDER)
 if AUTO:
     # by a clock that only this moves, each token of an island takes a time of its own, those of padding too
-    assert ISLANDS is not None
     seconds_per_token = (0.0004, 0.0012)[ISLANDS.placement.island]
     fast, now = EveryStep.__call__, [0.0]
     StepTimer.__init__.__defaults__ = (lambda: now[0],)
@@ -107,15 +74,13 @@ if AUTO:
 
     EveryStep.__call__ = slowed
 whole, printed = run("whole")
-if barrier("whole"):
+gather("whole")
+if IS_FIRST:
     (FOLDER / "printed.txt").write_text(printed)
 # alone it is what the others are compared with, and data/test_bucketed.py resumes it
 if not AUTO and ISLANDS is not None:
-    if barrier("is there"):
-        late = shutil.ignore_patterns("step_00000006*")
-        shutil.copytree(FOLDER / "whole", FOLDER / "parts", ignore=late)
-    barrier("is copied")
+    copy_without(6, FOLDER / "whole", FOLDER / "parts")
     parts, printed = run("parts")
     assert parts.step == 6
     assert bits(parts.state) == bits(whole.state)
-    assert not barrier("again") or "resumed from step 4" in printed, printed
+    assert not IS_FIRST or "resumed from step 4" in printed, printed

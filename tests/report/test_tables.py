@@ -14,7 +14,3 @@ def test_a_table_as_text():
         "  wte             [vocab] (tensor,)    12\n"
         "  blocks.mlp.up   ()                  3.5\n"
     )
-
-
-def test_a_table_without_rows_has_its_header():
-    assert table_text(["name", "bytes"], []).split()[:2] == ["name", "bytes"]

@@ -9,7 +9,7 @@ import pytest
 from allowed_chunks import list_allowed_chunks
 from matplotlib.colors import to_rgb
 
-from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.report.plots.timeline import TASK_COLOURS, plot_timeline
 from shardtrain.report.timeline import timeline_text
 
@@ -45,12 +45,6 @@ def test_chunks_are_letters():
     assert lines[2] == "stage 0  F0a F1a F0b F1b .   B0b .   B1b B0a B1a"
     assert lines[4] == "F forward, B backward, then the microbatch, then the chunk (a, b, ...); . waits"
     assert lines[5].endswith("; live (chunk, microbatch) by stage: 4 3")
-
-
-def test_forwards_alone():
-    text = timeline_text(forward_only(2, 1))
-    assert "schedule forward_only: 2 stages, 1 microbatch, one task a tick\n" in text
-    assert "F forward, then the microbatch; . waits\n2 ticks; bubble 50.0% where F takes 1;" in text
 
 
 @pytest.mark.parametrize("width", [30, 41, 42, 100])

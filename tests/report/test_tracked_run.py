@@ -1,18 +1,15 @@
 """Sinks of tracking services, by their own libraries: W&B offline, and MLflow with a database."""
 
 import dataclasses
-import io
 import math
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import wandb
 from mlflow.tracking import MlflowClient
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -24,7 +21,6 @@ from shardtrain.report.sinks.mlflow import open_mlflow
 from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 from shardtrain.report.sinks.wandb import open_wandb
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.train import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
@@ -47,18 +43,6 @@ def run_id(folder: Path, service: str) -> str:
     return (folder / f"{service}_run.txt").read_text().split("\n")[0]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Random tokens."""
-
-    def train(self, folder: Path) -> Any:
-        found = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
-        return [{"tokens": row} for row in found]
-
-    def heldout(self, folder: Path) -> None:
-        return None
-
-
 class Recorder:
     """A sink of a user, made by a function in the list."""
 
@@ -79,7 +63,7 @@ class Recorder:
 
 RUN = Run(
     model=TinyConfig(vocab=32),
-    data=Tokens(),
+    data=InMemory(random_tokens()),
     batch=8,
     steps=5,
     log_every=1,
@@ -104,9 +88,9 @@ def test_a_run_that_is_killed_and_resumed_is_one_run_there_and_has_each_step_onc
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "write", fail)
         with pytest.raises(Killed):
-            train(run, Console(file=io.StringIO()))
+            train_quietly(run)
     ids = {service: run_id(tmp_path, service) for service in ("wandb", "mlflow")}
-    train(run, Console(file=io.StringIO()))
+    train_quietly(run)
     assert {service: run_id(tmp_path, service) for service in ("wandb", "mlflow")} == ids
     # it was resumed from step 2: step 3 is logged again to files, and not to the services
     lines = read_jsonl(tmp_path / "metrics.jsonl")
@@ -175,7 +159,7 @@ def test_a_library_that_is_missing_is_refused_before_anything_is_computed(tmp_pa
     ]
     run = dataclasses.replace(RUN, run_dir=tmp_path / "run", sinks=("jsonl", "wandb"))
     with pytest.raises(ValueError, match="wandb needs the library wandb"):
-        train(run, Console(file=io.StringIO()))
+        train_quietly(run)
     assert not (tmp_path / "run").exists()
 
 

@@ -34,12 +34,6 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", STOPPING[:2])
-def test_before_anything_can_be_saved_the_process_ends(number, stop, ended):
-    send(number)
-    assert [each for each, _ in ended] == [number]
-
-
 def test_once_a_step_is_done_it_is_asked_and_ended_by_a_second_ctrl_c(stop, ended, capfd):
     stop.can_save = True
     send(signal.SIGTERM)

@@ -1,13 +1,12 @@
 """A batch that grows: the steps are those of a run that is resumed with the larger batch."""
 
-import io
 import shutil
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -20,12 +19,10 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.feed import growth_by_step, parse_growth
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 SEQ = 8
 
@@ -52,8 +49,7 @@ def run(tmp_path_factory):
 
 def trained(run, folder):
     """The parameters after a run as bits, and the losses and counts of its steps."""
-    found = train(replace(run, run_dir=folder), Console(file=io.StringIO()))
-    lines = read_jsonl(folder / "metrics.jsonl")
+    found, _, lines = train_quietly(replace(run, run_dir=folder))
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(found.state.params)], [
         (line["step"], line["train/loss"], line["grad_norm"]) for line in lines
     ]

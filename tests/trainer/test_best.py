@@ -1,47 +1,30 @@
 """A run keeps the checkpoint with the best evaluation, whatever interrupts it."""
 
 import dataclasses
-import io
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
+from repeatable_metrics import metrics_of
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.sources import describe_data, is_other_data
-from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
 pytestmark = pytest.mark.usefixtures("one_device")
 LOSSES = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 3.0, 7: 0.5, 8: 0.7}
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Random tokens."""
-
-    heldout_sets: Any = None
-
-    def train(self, folder: Path) -> Any:
-        found = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
-        return [{"tokens": row} for row in found]
-
-    def heldout(self, folder: Path) -> Any:
-        return self.train(folder)[:8] if self.heldout_sets is None else self.heldout_sets
-
-
+SAMPLES = random_tokens()
 RUN = Run(
     model=TinyConfig(vocab=32),
-    data=Tokens(),
+    data=InMemory(SAMPLES, SAMPLES[:8]),
     batch=8,
     steps=6,
     log_every=1,
@@ -66,20 +49,17 @@ def start(folder: Path, patch: pytest.MonkeyPatch, die_at: int = 0, **changes: A
 
         return evaluate
 
-    console = Console(file=io.StringIO(), width=300)
     with patch.context() as inside:
         inside.setattr(session, "make_evaluation", given)
-        train(dataclasses.replace(RUN, run_dir=folder, **changes), console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+        return train_quietly(dataclasses.replace(RUN, run_dir=folder, **changes))[1]
 
 
 @pytest.mark.parametrize("change", ["another number", pytest.param("other contents", marks=pytest.mark.full)])
 def test_the_best_step_is_that_of_the_held_out_data_of_now(change, tmp_path, monkeypatch):
     start(tmp_path, monkeypatch, steps=4)
     assert kept(tmp_path) == ([3, 4], 3)
-    sample = Tokens().train(tmp_path)
-    sets = {"another number": sample[:7], "other contents": sample[8:16]}[change]
-    text = start(tmp_path, monkeypatch, steps=6, data=Tokens(heldout_sets=sets))
+    others = {"another number": SAMPLES[:7], "other contents": SAMPLES[8:16]}[change]
+    text = start(tmp_path, monkeypatch, steps=6, data=InMemory(SAMPLES, others))
     assert "the held-out data has changed since the checkpoint" in text
     assert kept(tmp_path) == ([5, 6], 5)
 
@@ -106,7 +86,7 @@ def test_the_best_step_is_saved_and_kept_also_over_a_resume(tmp_path, monkeypatc
     # a better one replaces it
     start(tmp_path, monkeypatch, steps=8)
     assert kept(tmp_path) == ([7, 8], 7)
-    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 9))
     assert "starts from the parameters of step 7" in start(
         tmp_path / "other", monkeypatch, start_from=StartFrom(checkpoint=tmp_path, step="best"), steps=1
     )
@@ -130,7 +110,7 @@ def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_p
     [
         ({}, "checkpoints.best is 'heldout/loss', and the data has no held-out samples; use None"),
         (
-            {"a": Tokens().train(Path())[:8]},
+            {"a": SAMPLES[:8]},
             "checkpoints.best is 'heldout/loss', and an evaluation gives heldout/a/loss; use one of these, or"
             " None",
         ),
@@ -138,5 +118,5 @@ def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_p
 )
 def test_a_metric_that_is_not_evaluated_is_refused_before_the_first_step(sets, told, tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
-        start(tmp_path, monkeypatch, data=Tokens(sets))
+        start(tmp_path, monkeypatch, data=InMemory(SAMPLES, sets))
     assert str(error.value) == told

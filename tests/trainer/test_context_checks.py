@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from quiet_training import InMemory, random_tokens
 from tiny_language_model import TinyConfig
 
 import shardtrain as st
@@ -13,14 +14,7 @@ from shardtrain.trainer.layout_check import check_sequences
 ROWS = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
 
 
-class Windows:
-    """Random tokens."""
-
-    def train(self, folder):
-        return [{"tokens": row} for row in np.random.default_rng(0).integers(0, 16, (8, 9), np.int32)]
-
-    def heldout(self, folder):
-        return None
+WINDOWS = InMemory(random_tokens(8, vocab=16))
 
 
 def own_loss(apply, batch):
@@ -33,7 +27,7 @@ def test_a_loss_that_shifts_sequences_is_refused_in_stages(tmp_path):
     layout = st.Layout(mesh={"pipeline": 2, "data": 2, "context": 2}, context_attention="all-to-all")
     run = st.Run(
         model=TinyConfig(vocab=16, num_layers=2),
-        data=Windows(),
+        data=WINDOWS,
         loss=own_loss,
         batch=8,
         steps=1,
@@ -48,7 +42,7 @@ def test_collective_matmul_of_a_model_that_multiplies_itself_is_refused(tmp_path
     """Where tensor has several devices: else there is nothing to exchange."""
     layout = st.Layout(mesh={"data": 4, "tensor": 2}, sequence_sharded=True, collective_matmul=True)
     strategy, model = st.Strategy(layout=layout), TinyConfig(vocab=16)
-    run = st.Run(model=model, data=Windows(), batch=8, steps=1, strategy=strategy, run_dir=tmp_path)
+    run = st.Run(model=model, data=WINDOWS, batch=8, steps=1, strategy=strategy, run_dir=tmp_path)
     with pytest.raises(ValueError, match="no product of this model is computed part by part over tensor=2"):
         st.train(run)
     check_sequences(run, st.from_nnx(model), dict.fromkeys(AXES, 1), ROWS)
@@ -58,6 +52,6 @@ def test_sequences_of_a_mixture_of_experts_are_checked():
     """The loss gets its outputs, without what routers count, as in a step."""
     layout = st.Layout(mesh={"tensor": 2}, sequence_sharded=True, collective_matmul=True)
     config = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=2, num_heads=2, experts=Experts(num=2, top=1))
-    run = st.Run(model=config, data=Windows(), batch=8, steps=1, strategy=st.Strategy(layout=layout))
+    run = st.Run(model=config, data=WINDOWS, batch=8, steps=1, strategy=st.Strategy(layout=layout))
     sizes = {**dict.fromkeys(AXES, 1), "tensor": 2}
     assert check_sequences(run, st.from_nnx(config), sizes, ROWS) is None

@@ -1,18 +1,16 @@
 """The environment of every start of a run: a line each, what ranks have in common once, and no secret."""
 
-import io
 import json
 import os
 
 import jax
 import pytest
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.data import Text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.run_folder import ENVIRONMENT, append_line, describe_rank, make_start_record
-from shardtrain.trainer.train import train
 
 
 def lines(folder):
@@ -27,7 +25,7 @@ def test_every_start_of_a_run_appends_its_environment(tmp_path, monkeypatch, one
     text.write_bytes(bytes(range(97, 122)) * 20)
     run = Run(model=TinyConfig(), data=Text(paths=(text,), seq=8), batch=8, steps=1, run_dir=tmp_path / "run")
     for _ in range(2):
-        train(run, Console(file=io.StringIO()))
+        train_quietly(run)
     first, second = lines(tmp_path / "run")
     assert first["packages"]["jax"] == jax.__version__
     assert first["mpi"] is None
@@ -70,10 +68,9 @@ def test_a_file_that_cannot_be_written_is_only_reported(tmp_path, one_device):
     text.write_bytes(bytes(range(97, 122)) * 20)
     folder.mkdir()
     (folder / ENVIRONMENT).symlink_to(tmp_path / "elsewhere")
-    console = Console(file=io.StringIO(), width=200)
     run = Run(model=TinyConfig(), data=Text(paths=(text,), seq=8), batch=8, steps=1, run_dir=folder)
-    assert train(run, console).step == 1
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    trained, printed, _ = train_quietly(run)
+    assert trained.step == 1
     assert "environment.jsonl cannot be written: " in printed
     assert "is a link, which is not followed; remove it; the run continues" in " ".join(printed.split())
     assert not (tmp_path / "elsewhere").exists()

@@ -1,54 +1,33 @@
 """Held-out data: one set, or several by name, on one device and across islands; with hooks on rank 0."""
 
 import dataclasses
-import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.evaluations import read_evaluations
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.sources import open_sources
-from shardtrain.trainer.train import train
 
 PROGRAM = """
-import dataclasses, io, json, sys
-from dataclasses import dataclass
+import json, sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
 from tiny_language_model import TinyConfig
 
-from shardtrain import Across, CheckpointPolicy, Hook, Layout, Run, Strategy, join, train
+from shardtrain import Across, CheckpointPolicy, Hook, Layout, Run, Strategy, join
 
 FOLDER, AXIS = Path(sys.argv[1]), sys.argv[2]
 ISLANDS = join()
-
-
-def tokens(seed, number):
-    found = np.random.default_rng(seed).integers(0, 32, (number, 9)).astype(np.int32)
-    return [{"tokens": row} for row in found]
-
-
-@dataclass(frozen=True)
-class Data:
-    def train(self, folder: Path) -> Any:
-        return tokens(0, 64)
-
-    def heldout(self, folder: Path) -> Any:
-        return {"a": tokens(1, 13), "b": tokens(2, 5)}
-
-
+DATA = InMemory(random_tokens(), {"a": random_tokens(13, 1), "b": random_tokens(5, 2)})
 EVENTS = []
 
 
@@ -59,7 +38,7 @@ def saved(step, folder):
 
 run = Run(
     model=TinyConfig(vocab=32, num_layers=2),
-    data=Data(),
+    data=DATA,
     strategy=Strategy(layout=Layout(mesh={"data": -1}), across=Across(axis=AXIS)),
     batch=8,
     steps=4,
@@ -73,33 +52,15 @@ run = Run(
         Hook(on_end=lambda step, ending: EVENTS.append(["end", step, ending])),
     ],
 )
-train(run, Console(file=io.StringIO()), ISLANDS)
+train_quietly(run, islands=ISLANDS)
 sys.stdout.write(json.dumps(EVENTS))
 """
 
 
-def tokens(seed: int, number: int) -> list[dict[str, np.ndarray]]:
-    found = np.random.default_rng(seed).integers(0, 32, (number, 9)).astype(np.int32)
-    return [{"tokens": row} for row in found]
-
-
-@dataclass(frozen=True)
-class Data:
-    """The same data as in the program."""
-
-    given: Any = None
-
-    def train(self, folder: Path) -> Any:
-        return tokens(0, 64)
-
-    def heldout(self, folder: Path) -> Any:
-        return self.given
-
-
-A, B = tokens(1, 13), tokens(2, 5)
+SAMPLES, A, B = random_tokens(), random_tokens(13, 1), random_tokens(5, 2)
 RUN = Run(
     model=TinyConfig(vocab=32, num_layers=2),
-    data=Data(),
+    data=InMemory(SAMPLES),
     batch=8,
     steps=4,
     log_every=2,
@@ -109,10 +70,8 @@ RUN = Run(
 
 def start(folder: Path, heldout: Any, **changes: Any) -> tuple[list[dict[str, float]], str]:
     """The held-out values of each line, and what was printed."""
-    console = Console(file=io.StringIO(), width=200)
-    train(dataclasses.replace(RUN, data=Data(heldout), run_dir=folder, **changes), console)
-    lines = read_jsonl(folder / "metrics.jsonl")
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    run = dataclasses.replace(RUN, data=InMemory(SAMPLES, heldout), run_dir=folder, **changes)
+    _, printed, lines = train_quietly(run)
     return [{k: v for k, v in line.items() if k.startswith("heldout/")} for line in lines], printed
 
 
@@ -187,7 +146,7 @@ class Samples(Mapping[int, Any]):
 
 def test_a_dict_of_samples_is_one_set_and_no_sets_are_none(tmp_path):
     for heldout, names in ((Samples(), [""]), ({}, []), (None, []), ({"a": A}, ["a"])):
-        _, sets = open_sources(dataclasses.replace(RUN, data=Data(heldout)), tmp_path)
+        _, sets = open_sources(dataclasses.replace(RUN, data=InMemory(SAMPLES, heldout)), tmp_path)
         assert list(sets) == names
 
 

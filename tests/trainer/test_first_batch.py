@@ -1,6 +1,5 @@
 """Losses that return means, samples that are no rows of a batch, classes that are none: seen before the first step."""
 
-import io
 import sys
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -14,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.cli import main
@@ -34,7 +33,6 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import prepared_run, session
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
-from shardtrain.trainer.train import train
 
 VOCAB, SEQ = 8, 5
 random = np.random.default_rng(0)
@@ -269,22 +267,9 @@ class Points:
         return {"image": np.full(4, index, np.float32), "label": np.int32(label)}
 
 
-@dataclass(frozen=True)
-class Data:
-    """Points to train on."""
-
-    source: Any
-
-    def train(self, folder: Path) -> Any:
-        return self.source
-
-    def heldout(self, folder: Path) -> Any:
-        return None
-
-
 def make_run(source: Any, folder: Path, **changes: Any) -> Run:
     model = MlpConfig(features=4, mlp=4, num_layers=1, classes=3)
-    run = Run(model=model, data=Data(source), loss=classification_loss, batch=8, steps=3, run_dir=folder)
+    run = Run(model=model, data=InMemory(source), loss=classification_loss, batch=8, steps=3, run_dir=folder)
     return replace(run, **changes)
 
 
@@ -292,9 +277,8 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch, one_
     """The first batch is not looked at here, as where only later ones are bad."""
     monkeypatch.setattr(prepared_run, "find_class_problems", lambda expected, batch: [])
     run = make_run(Points(bad=0), tmp_path)
-    console = Console(file=io.StringIO(), width=200)
     with pytest.raises(FloatingPointError) as error:
-        train(run, console)
+        train_quietly(run)
     text = str(error.value)
     assert text.startswith("every step was skipped, so nothing was learned: step 1 was skipped: loss nan")
     assert (
@@ -307,19 +291,19 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch, one_
 def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(
     tmp_path, monkeypatch, one_device
 ):
-    train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
+    train_quietly(make_run(Points(), tmp_path, steps=2))
     for module in (prepared_run, session):
         monkeypatch.setattr(module, "find_class_problems", lambda expected, batch: [])
-    console = Console(file=(out := io.StringIO()), width=200)
     run = make_run(Points(bad=0), tmp_path, steps=3, allow=Allow(changed=("data*",)))
-    assert train(run, console).step == 3
-    assert "WARNING: every step from 3 was skipped: step 3 was skipped: loss nan" in out.getvalue()
+    trained, printed, _ = train_quietly(run)
+    assert trained.step == 3
+    assert "WARNING: every step from 3 was skipped: step 3 was skipped: loss nan" in printed
     assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
 
 
 def test_classes_of_the_first_batch_are_refused_before_the_first_step(tmp_path, one_device):
     with pytest.raises(ValueError, match=r"this run would learn nothing.*\n  - 'label' has 300 in row"):
-        train(make_run(Points(bad=0), tmp_path), Console(quiet=True))
+        train_quietly(make_run(Points(bad=0), tmp_path))
 
 
 RUN_FILE = """

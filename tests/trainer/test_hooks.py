@@ -1,7 +1,6 @@
 """Functions of the user, called at the events of a run by rank 0, whatever they raise."""
 
 import dataclasses
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -22,7 +21,6 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.hooks import Hook, Hooks
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.run_folder import ProgramMark
-from shardtrain.trainer.train import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SEQ, VOCAB = 8, 32
@@ -32,20 +30,9 @@ SEQ, VOCAB = 8, 32
 class Tokens:
     """Random tokens; sample `bad` cannot be read."""
 
+    seed: int = 0
+    length: int = 64
     bad: int = -1
-
-    def train(self, folder: Path) -> Any:
-        return _Source(0, 64, self.bad)
-
-    def heldout(self, folder: Path) -> Any:
-        return _Source(1, 5, -1)
-
-
-@dataclass(frozen=True)
-class _Source:
-    seed: int
-    length: int
-    bad: int
 
     def __len__(self) -> int:
         return self.length
@@ -59,7 +46,7 @@ class _Source:
 
 RUN = Run(
     model=TinyConfig(vocab=VOCAB, seq=SEQ),
-    data=Tokens(),
+    data=InMemory(Tokens(), Tokens(1, 5)),
     optimizer=Optimizer(learning_rate=Schedule(peak=1e-2)),
     batch=8,
     steps=6,
@@ -94,12 +81,7 @@ class Recorder:
 
 
 def start(folder: Path, **changes: Any) -> str:
-    console = Console(file=io.StringIO(), width=400)
-    try:
-        train(dataclasses.replace(RUN, run_dir=folder, **changes), console)
-    finally:
-        printed = console.file.getvalue()  # type: ignore[attr-defined]
-    return printed
+    return train_quietly(dataclasses.replace(RUN, run_dir=folder, **changes))[1]
 
 
 def test_every_event_comes_once_with_plain_values_and_again_after_a_resume(tmp_path):
@@ -192,7 +174,13 @@ def test_the_end_is_told_also_of_a_run_that_fails_or_is_stopped(tmp_path):
     # a failing end does not hide what ended the run
     hooks = [seen.hook, Hook(on_end=at_the_end)]
     with pytest.raises(UserCodeFailed, match="no such sample"):
-        start(tmp_path / "failing", hooks=hooks, data=Tokens(bad=3), hook_errors="stop", steps=9)
+        start(
+            tmp_path / "failing",
+            hooks=hooks,
+            data=InMemory(Tokens(bad=3), Tokens(1, 5)),
+            hook_errors="stop",
+            steps=9,
+        )
     assert seen.last()[2] == "error"
 
 
@@ -210,15 +198,9 @@ def test_a_step_is_not_waited_for(tmp_path, monkeypatch):
     # programs are waited for when they first run alone
     monkeypatch.setattr(ProgramMark, "first_run", lambda self, program, call: call)
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: pytest.fail("waited for"))
-    quiet = {"evaluate_every": None, "data": NoHeldout(), "checkpoints": CheckpointPolicy()}
+    quiet = {"evaluate_every": None, "data": InMemory(Tokens()), "checkpoints": CheckpointPolicy()}
     start(tmp_path, hooks=[Hook(on_step=events.append)], **quiet)
     assert events[events.index(1) :][:6] == [1, 2, 3, "read", 4, "read"]
-
-
-@dataclass(frozen=True)
-class NoHeldout(Tokens):
-    def heldout(self, folder: Path) -> None:
-        return None
 
 
 def test_each_function_gets_values_of_its_own():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from quiet_training import InMemory
 from tiny_language_model import TinyConfig
 
 from shardtrain import Layout, Run, Strategy, Text, classification_loss, train
@@ -14,16 +15,9 @@ from shardtrain.pipeline.options import Pipeline
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-class Images:
-    """16 images of 4 x 4 pixels with 16 channels, of 4 classes."""
-
-    def train(self, folder):
-        rng = np.random.default_rng(0)
-        images = rng.normal(size=(16, 4, 4, 16)).astype(np.float32)
-        return [{"image": image, "label": np.int32(i % 4)} for i, image in enumerate(images)]
-
-    def heldout(self, folder):
-        return None
+PIXELS = np.random.default_rng(0).normal(size=(16, 4, 4, 16)).astype(np.float32)
+IMAGES = [{"image": image, "label": np.int32(i % 4)} for i, image in enumerate(PIXELS)]
+"""16 images of 4 x 4 pixels with 16 channels, of 4 classes."""
 
 
 class Net(nnx.Module):
@@ -55,7 +49,7 @@ def mean_over_tensor(x):
 def run_of(tmp_path, mesh=CUBE, mean=lambda x: x, **options):
     return Run(
         model=lambda rngs: Net(rngs, mean),
-        data=Images(),
+        data=InMemory(IMAGES),
         loss=classification_loss,
         batch=16,
         steps=1,

@@ -1,7 +1,6 @@
 """Islands that compute in different dtypes train one model, as one device does in float32."""
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.data import Text
@@ -52,8 +51,8 @@ def trained(text, folder, **changes):
         log_every=1,
         evaluate_every=None,
     )
-    state = train(dataclasses.replace(run, run_dir=folder, **changes), Console(file=io.StringIO())).state
-    return state, read_jsonl(folder / "metrics.jsonl")
+    found, _, lines = train_quietly(dataclasses.replace(run, run_dir=folder, **changes))
+    return found.state, lines
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,21 @@
 """Values in the state of an optax optimizer: a new one is used at resume, or a line says which is."""
 
 import dataclasses
-import io
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.restore_state import VALUES, apply_new_values, compute_initial_values
-from shardtrain.trainer.train import train
 
-
-class Tokens:
-    def train(self, folder: Path) -> Any:
-        found = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
-        return [{"tokens": row} for row in found]
-
-    def heldout(self, folder: Path) -> Any:
-        return None
-
-
-RUN = Run(model=TinyConfig(vocab=32), data=Tokens(), batch=8, checkpoints=CheckpointPolicy(every_steps=1))
+DATA = InMemory(random_tokens())
+RUN = Run(model=TinyConfig(vocab=32), data=DATA, batch=8, checkpoints=CheckpointPolicy(every_steps=1))
 
 
 def sgd(rate):
@@ -36,9 +23,9 @@ def sgd(rate):
 
 
 def trained(folder, rate, steps):
-    console = Console(file=io.StringIO(), width=300)
     run = dataclasses.replace(RUN, run_dir=folder, optimizer=sgd(rate), steps=steps)
-    return train(run, console).state.opt_state.hyperparams, console.file.getvalue()  # type: ignore[attr-defined]
+    found, printed, _ = train_quietly(run)
+    return found.state.opt_state.hyperparams, printed
 
 
 def test_a_new_value_is_used_at_resume(tmp_path, one_device):

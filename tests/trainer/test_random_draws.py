@@ -1,6 +1,5 @@
 """A run whose model draws with other dims than rows first: the losses of one device, or a refusal."""
 
-import io
 from dataclasses import replace
 
 import jax
@@ -8,29 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
-
-
-class Equal:
-    """120 equal samples: masks alone make rows differ."""
-
-    def train(self, folder):
-        return self
-
-    def heldout(self, folder):
-        return None
-
-    def __len__(self):
-        return 120
-
-    def __getitem__(self, index):
-        return {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)}
 
 
 class Tokens(nnx.Module):
@@ -51,7 +32,10 @@ def loss(apply, batch):
     return (errors * batch["weights"]).sum(), batch["weights"].sum()
 
 
-RUN = Run(model=Tokens, data=Equal(), loss=loss, batch=12, steps=3, log_every=1)
+EQUAL = InMemory([{"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)}] * 120)
+"""Masks alone make rows differ."""
+
+RUN = Run(model=Tokens, data=EQUAL, loss=loss, batch=12, steps=3, log_every=1)
 
 ONE = Layout(mesh={"tensor": 8}, unnamed="replicate")
 """Rows are not split."""
@@ -59,8 +43,7 @@ ONE = Layout(mesh={"tensor": 8}, unnamed="replicate")
 
 def losses(folder, **strategy):
     run = replace(RUN, run_dir=folder, strategy=Strategy(**strategy))
-    train(run, Console(file=io.StringIO()))
-    return [line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl")]
+    return [line["train/loss"] for line in train_quietly(run)[2]]
 
 
 def test_merged_tokens_have_the_masks_of_one_device(tmp_path):
@@ -78,8 +61,7 @@ def test_what_depends_on_the_split_is_refused_if_rows_are_split(tmp_path):
     run = replace(RUN, model=lambda rngs: Tokens(rngs, False), steps=1, run_dir=tmp_path)
     split = Strategy(layout=ONE, accumulate=2)
     with pytest.raises(ValueError) as error:
-        train(replace(run, strategy=split), Console(file=io.StringIO()))
+        train_quietly(replace(run, strategy=split))
     text = "losses would differ from one device, because random numbers would depend on how rows are split"
     assert str(error.value).startswith(f"{text}:\n  - {__file__}:")
-    train(replace(run, strategy=Strategy(layout=ONE)), Console(file=io.StringIO()))
-    assert jnp.isfinite(read_jsonl(tmp_path / "metrics.jsonl")[0]["train/loss"])
+    assert jnp.isfinite(train_quietly(replace(run, strategy=Strategy(layout=ONE)))[2][0]["train/loss"])

@@ -1,10 +1,8 @@
 """Runs that go back by themselves: after a spike, a step that is not finite, or a faulty device."""
 
 import dataclasses
-import io
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from quiet_training import InMemory, random_tokens, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -30,29 +28,18 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.recovery import Recovery, RollBack, Rollbacks, Spikes
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.synchronisation import Divergence
-from shardtrain.trainer.train import train
 
 SEQ, BATCH, SAMPLES = 8, 8, 400
 BAD = 31
 """A token that only the damaged batch has."""
 
 
-@dataclass(frozen=True)
-class Damaged:
+def damaged(batch: int = 0) -> InMemory:
     """Random tokens; those of one batch (counted from 1, in the order of seed 0) are damaged."""
-
-    batch: int = 0
-
-    def train(self, folder: Path) -> Any:
-        tokens = np.random.default_rng(0).integers(0, BAD, (SAMPLES, SEQ + 1))
-        first = (self.batch - 1) * BATCH
-        order = epoch_order(SAMPLES, 0, 0)
-        if self.batch:
-            tokens[[order(position) for position in range(first, first + BATCH)]] = BAD
-        return [{"tokens": row.astype(np.int32)} for row in tokens]
-
-    def heldout(self, folder: Path) -> None:
-        return None
+    samples, order = random_tokens(SAMPLES, vocab=BAD), epoch_order(SAMPLES, 0, 0)
+    for position in range((batch - 1) * BATCH, batch * BATCH) if batch else ():
+        samples[order(position)] = {"tokens": np.full(SEQ + 1, BAD, np.int32)}
+    return InMemory(samples)
 
 
 def leaping(apply: Any, batch: Any) -> Any:
@@ -78,15 +65,12 @@ def start(folder: Path, data: Any, **changes: Any) -> tuple[Any, str, list[dict[
         checkpoints=CheckpointPolicy(every_steps=5, keep=3),
         run_dir=folder,
     )
-    console = Console(file=io.StringIO(), width=400)
-    trained = train(dataclasses.replace(run, **changes), console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    return trained, printed, read_jsonl(folder / "metrics.jsonl")
+    return train_quietly(dataclasses.replace(run, **changes))
 
 
 def test_a_spike_goes_back_and_on_with_later_data(tmp_path, one_device):
     recovery = Recovery(spike=10, window=16)
-    trained, printed, lines = start(tmp_path, Damaged(batch=18), loss=leaping, recovery=recovery)
+    trained, printed, lines = start(tmp_path, damaged(batch=18), loss=leaping, recovery=recovery)
     assert "WARNING: the loss of step 18 is" in printed
     assert "a spike: rolling back to step 17 or before" in printed
     assert "resumed from step 15" in printed
@@ -96,7 +80,7 @@ def test_a_spike_goes_back_and_on_with_later_data(tmp_path, one_device):
 
 
 def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, one_device):
-    trained, printed, _ = start(tmp_path, Damaged(batch=7), loss=infinite, nonfinite="roll_back", steps=12)
+    trained, printed, _ = start(tmp_path, damaged(batch=7), loss=infinite, nonfinite="roll_back", steps=12)
     assert "nonfinite is 'roll_back': rolling back to step 6 or before" in printed
     assert "resumed from step 5" in printed
     assert trained.step == 12
@@ -104,7 +88,7 @@ def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been
 
 
 def test_before_the_first_checkpoint_it_begins_anew(tmp_path, one_device):
-    _, printed, lines = start(tmp_path, Damaged(batch=2), loss=infinite, nonfinite="roll_back", steps=6)
+    _, printed, lines = start(tmp_path, damaged(batch=2), loss=infinite, nonfinite="roll_back", steps=6)
     assert "back to step 1 or before" in printed
     assert "resumed" not in printed
     assert [line["step"] for line in lines] == list(range(1, 7))
@@ -116,7 +100,7 @@ def test_after_so_many_times_the_run_ends_and_says_why(tmp_path, one_device):
         return total * jnp.nan, count
 
     with pytest.raises(FloatingPointError, match=r"step 1 was skipped.*rolled back 2 times already"):
-        start(tmp_path, Damaged(), loss=always, nonfinite="roll_back", recovery=Recovery(rollbacks=2))
+        start(tmp_path, damaged(), loss=always, nonfinite="roll_back", recovery=Recovery(rollbacks=2))
 
 
 @pytest.mark.parametrize("times", [1, 5])
@@ -139,9 +123,9 @@ def test_a_faulty_device_is_named_and_its_steps_are_done_again(tmp_path, monkeyp
         with pytest.raises(
             FloatingPointError, match=r"no checkpoint is as old as step 4.*--checkpoints.keep"
         ):
-            start(tmp_path, Damaged(), recovery=recovery)
+            start(tmp_path, damaged(), recovery=recovery)
         return
-    trained, printed, _ = start(tmp_path, Damaged(), recovery=recovery)
+    trained, printed, _ = start(tmp_path, damaged(), recovery=recovery)
     # every fourth step, and before the saves of every fifth
     device = jax.devices()[2]
     assert f"after step 8 copies on {device} of process 0 of embedding/table are not the bits" in printed
@@ -210,12 +194,12 @@ def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
 def test_islands_go_back_together_though_one_alone_saw_it(mpiexec, tmp_path):
     program = Path(__file__).parents[1] / "programs" / "recover.py"
     first, second = (json.loads(text) for text in mpiexec(2, program, tmp_path))
-    for name in ("mean", "local steps"):
+    for name in ("mean", "local_steps"):
         step, bits, printed = first[name]
         assert (step, bits) == tuple(second[name][:2]) == (20, bits)
         assert "WARNING: step 12 was" in printed
         assert "back to step 11 or before" in printed
         assert "resumed from step 8" in printed
-        steps = [line["step"] for line in read_jsonl(tmp_path / name.replace(" ", "_") / "metrics.jsonl")]
+        steps = [line["step"] for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
         assert steps == sorted(set(steps))
         assert steps[-1] == 20

@@ -1,17 +1,15 @@
 """Metrics of every line: updates per second, the wall time over all starts, the share of clipped updates."""
 
-import io
 import itertools
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.optim.optimizer import Optimizer
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer import train as training
 from shardtrain.trainer.config import Run, Strategy
@@ -31,9 +29,8 @@ def run(tmp_path):
 
 
 def train(run):
-    console = Console(file=io.StringIO(), width=200)
-    training.train(run, console)
-    return read_jsonl(run.run_dir / "metrics.jsonl"), console.file.getvalue()  # type: ignore[attr-defined]
+    _, printed, lines = train_quietly(run)
+    return lines, printed
 
 
 @ONE_DEVICE

@@ -1,18 +1,15 @@
 """Where the time of a run goes: each kind of waiting is charged to itself, and all of it is charged."""
 
-import io
 import time
 
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 from tiny_language_model import TinyConfig
 
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 SECONDS = 0.1
 
@@ -21,12 +18,6 @@ class Slow:
     """Samples of which each takes a while."""
 
     fingerprint = "slow"
-
-    def train(self, folder):
-        return self
-
-    def heldout(self, folder):
-        return None
 
     def __len__(self):
         return 8
@@ -39,7 +30,7 @@ class Slow:
 def test_slow_data_is_charged_to_the_input(tmp_path):
     run = Run(
         model=TinyConfig(),
-        data=Slow(),
+        data=InMemory(Slow()),
         strategy=Strategy(
             layout=Layout(mesh={"data": 1, "fsdp": 4, "tensor": 2}), predicted={"compute_seconds": 0.001}
         ),
@@ -48,9 +39,7 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
         log_every=1,
         run_dir=tmp_path,
     )
-    output = io.StringIO()
-    train(run, Console(file=output, width=200))
-    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    _, printed, lines = train_quietly(run)
     kinds = {name for line in lines for name in line if name.startswith("seconds/")}
     assert {"seconds/input", "seconds/step", "seconds/other"} <= kinds
     # four samples a batch, loaded ahead by one thread or more: the loop waits for most of them
@@ -60,10 +49,10 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
     # nothing is left out, and nothing counted twice
     assert sum(seconds[1:]) == pytest.approx(walls[-1] - walls[0], abs=0.05)
     assert all(line["peak_memory_bytes"] > 1 << 20 for line in lines)
-    assert "time of this start: " in output.getvalue()
+    assert "time of this start: " in printed
     # the same line says how far this is from the prediction of the strategy, and why
-    assert "predicted 1 ms (" in output.getvalue()
-    assert "most of the difference: input " in output.getvalue()
-    assert "peak memory of the process: " in output.getvalue()
+    assert "predicted 1 ms (" in printed
+    assert "most of the difference: input " in printed
+    assert "peak memory of the process: " in printed
     assert not any(name.startswith(("bytes/", "own_seconds/", "mfu")) for line in lines for name in line)
-    assert "MFU" not in output.getvalue()
+    assert "MFU" not in printed

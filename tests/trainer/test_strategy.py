@@ -1,13 +1,12 @@
 """Strategies as files: what is written reads back to the same; what cannot be read is refused by name."""
 
-import io
 from pathlib import Path
 
 import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.cli.run_options import parse_run
@@ -21,7 +20,6 @@ from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import OF_ISLANDS, Strategy, read_strategy, strategy_text
-from shardtrain.trainer.train import train
 
 STRATEGIES = st.builds(
     Strategy,
@@ -177,10 +175,8 @@ def test_a_run_leaves_its_strategy_and_another_takes_it(tmp_path, one_device):
     text = tmp_path / "text.txt"
     text.write_bytes(b"shardtrain" * 40)
     data, strategy = Text(paths=(text,), seq=8), Strategy(accumulate=2)
-    train(
-        Run(model=TinyConfig(), data=data, strategy=strategy, batch=8, steps=1, run_dir=tmp_path / "run"),
-        Console(file=io.StringIO()),
-    )
+    run_dir = tmp_path / "run"
+    train_quietly(Run(model=TinyConfig(), data=data, strategy=strategy, batch=8, steps=1, run_dir=run_dir))
     file = tmp_path / "run" / "strategy.toml"
     assert read_strategy(file) == strategy
     manifest = next((tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"))

@@ -1,13 +1,11 @@
 """Batches counted in tokens: the losses of one device on meshes and islands; islands resume bitwise."""
 
 import dataclasses
-import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.islands.options import Across
@@ -16,7 +14,6 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.resume import _next_position, check_options, find_checkpoint
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "token_islands.py"
 
@@ -75,23 +72,10 @@ class Words:
         return {"tokens": np.arange(self.lengths[index] + 1, dtype=np.int32)}
 
 
-@dataclasses.dataclass(frozen=True)
-class WordData:
-    """Data of a run."""
-
-    source: Any = dataclasses.field(default_factory=Words)
-
-    def train(self, folder):
-        return self.source
-
-    def heldout(self, folder):
-        return None
-
-
 def tiny(folder, **changes):
     run = Run(
         model=TinyConfig(vocab=8),
-        data=WordData(),
+        data=InMemory(Words()),
         batch=12,
         batch_unit="tokens",
         steps=4,
@@ -103,13 +87,9 @@ def tiny(folder, **changes):
 
 
 def test_another_number_of_tokens_reads_the_epoch_again(tmp_path, one_device):
-    train(tiny(tmp_path), Console(file=io.StringIO()))
-    output = io.StringIO()
-    train(tiny(tmp_path, batch=16, steps=5), Console(file=output, width=200))
-    assert (
-        "WARNING: the token batching has changed since the checkpoint: the epoch starts again"
-        in output.getvalue()
-    )
+    train_quietly(tiny(tmp_path))
+    _, printed, _ = train_quietly(tiny(tmp_path, batch=16, steps=5))
+    assert "WARNING: the token batching has changed since the checkpoint: the epoch starts again" in printed
     position = find_checkpoint(tmp_path).extra["position"]
     # the first batch of 16 tokens has 4 words
     assert position == {"epoch": 0, "index": 4}
@@ -148,7 +128,7 @@ def test_limits_by_memory_are_refused(tmp_path):
 def test_data_without_lengths_is_refused(tmp_path):
     source = [{"tokens": np.arange(5, dtype=np.int32)}] * 8
     with pytest.raises(ValueError) as error:
-        train(tiny(tmp_path, data=WordData(source)), Console(file=io.StringIO()))
+        train_quietly(tiny(tmp_path, data=InMemory(source)))
     assert str(error.value) == (
         "batch_unit is 'tokens', and the data's samples, a list, have no `lengths`: give them that attribute,"
         " the number of tokens of each, or use --batch-unit examples"

@@ -1,7 +1,6 @@
 """Runs as a whole: interrupted and resumed is the same as never interrupted, on this mesh or another."""
 
 import dataclasses
-import io
 import shutil
 import signal
 import time
@@ -13,8 +12,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from quiet_training import train_quietly
 from repeatable_metrics import metrics_of
-from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.differences import Allow
@@ -31,7 +30,6 @@ from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.setup import make_microbatch, make_setup
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 SEQ = 8
 MODEL = TinyConfig(num_layers=2, dropout=0.1)
@@ -62,10 +60,8 @@ def make_run(text: Path, folder: Path, **changes: Any) -> Run:
     return dataclasses.replace(run, **changes)
 
 
-def start(run: Run) -> tuple[Any, str]:
-    console = Console(file=io.StringIO(), width=200)
-    trained = train(run, console)
-    return trained, console.file.getvalue()  # type: ignore[attr-defined]
+def start(run: Run, **options: Any) -> tuple[Any, str]:
+    return train_quietly(run, **options)[:2]
 
 
 @dataclass(frozen=True)
@@ -152,9 +148,7 @@ def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, tex
 def stopped(text, tmp_path_factory):
     """The same run, stopped by the time limit after its first step."""
     folder = tmp_path_factory.mktemp("stopped")
-    console = Console(file=io.StringIO(), width=200)
-    trained = train(make_run(text, folder), console, stop=StopSignals(until_seconds=time.monotonic()))
-    return trained, console.file.getvalue(), folder  # type: ignore[attr-defined]
+    return *start(make_run(text, folder), stop=StopSignals(until_seconds=time.monotonic())), folder
 
 
 def test_the_time_limit_stops_and_saves(stopped):

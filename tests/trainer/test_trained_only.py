@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from fine_tuning import run_of
+from fine_tuning import initial, paths, run_of
 from safetensors.numpy import load_file
 from tiny_language_model import TinyConfig
 
@@ -15,8 +15,8 @@ from shardtrain import read_pretrained
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint_files import Export, export_checkpoint
+from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import path_text
-from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
 from shardtrain.models.lora import Lora
@@ -35,7 +35,7 @@ POLICY = CheckpointPolicy(every_steps=2, trained_only=True)
 
 
 def base_folder(folder, seed):
-    params = jax.jit(convert_model(MODEL).init)(jax.random.key(seed))[0]
+    params = initial(run_of(MODEL, seed=seed))
     arrays = {path_text(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
     export_model(folder, vars(MODEL), {path: x.shape for path, x in arrays.items()}, arrays.__getitem__)
     return folder
@@ -77,6 +77,11 @@ def test_a_checkpoint_has_adapters_alone_and_is_resumed_bitwise(base, whole, int
     assert reader.num_bytes < 0.5 * everything.num_bytes
     found = jax.device_get(train(run(base, interrupted), None).state.params)
     jax.tree.map(np.testing.assert_array_equal, found, whole[1])
+    # what is frozen is that of the base, which has no adapters
+    of_base = initial(run_of(MODEL, seed=5))
+    kept = drop_paths(found, set(paths(found)) - set(paths(of_base)))
+    jax.tree.map(np.testing.assert_array_equal, kept, of_base)
+    assert np.abs(found["blocks"]["attention"]["q"]["lora_b"]).max() > 0
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """A parameter that the loss does not depend on is reported, and decayed or not as the run asks."""
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fine_tuning import initial
+from fine_tuning import Numbers, initial
 from flax import nnx
-from rich.console import Console
+from quiet_training import train_quietly
 from tiny_language_model import SIZES, TinyConfig, TinyModel
 
 from shardtrain.axes import EMBED, MLP
@@ -22,7 +21,6 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import format_unused, make_setup
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 
 RATE, DECAY, STEPS = 0.1, 0.5, 2
 
@@ -36,24 +34,6 @@ class SpareConfig(TinyConfig):
         sizes = dict(zip(SIZES, (self.vocab, self.embed, self.mlp, self.num_layers), strict=True))
         model.spare = normal((EMBED, MLP), sizes=sizes, std=0.1, rngs=rngs)  # type: ignore[attr-defined]
         return model
-
-
-class Numbers:
-    """16 samples."""
-
-    fingerprint = "numbers"
-
-    def train(self, folder: Path) -> "Numbers":
-        return self
-
-    def heldout(self, folder: Path) -> None:
-        return None
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"tokens": np.arange(index, index + 9, dtype=np.int32)}
 
 
 def make_run(strategy: Strategy, folder: Path | None = None, decay_unused: bool = True) -> Run:
@@ -71,12 +51,10 @@ def make_run(strategy: Strategy, folder: Path | None = None, decay_unused: bool 
 
 def test_a_run_reports_it_and_decays_it_or_not(tmp_path):
     pipeline = Strategy(layout=Layout(mesh={"pipeline": 2, "data": 4}), accumulate=2)
-    console = Console(file=io.StringIO(), width=300)
     run = make_run(pipeline, tmp_path, decay_unused=False)
-    state = train(run, console).state
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    trained, printed, _ = train_quietly(run)
     assert "1 parameter cannot change the loss, its gradient is always zero: spare; not decayed" in printed
-    np.testing.assert_array_equal(state.params["spare"], initial(run)["spare"])
+    np.testing.assert_array_equal(trained.state.params["spare"], initial(run)["spare"])
 
 
 def test_a_stage_leaves_its_unused_parameters_as_they_are():

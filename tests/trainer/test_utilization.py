@@ -1,25 +1,22 @@
 """MFU in the metrics of a run: what is counted of a model, what it is divided by, and where there is none."""
 
-import io
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 from tiny_language_model import TinyConfig
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.devices import Device
 from shardtrain.plan.trace import trace
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer import usage
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 from shardtrain.trainer.usage import compute_row_seconds_at_peak, count_row_flops
 
 GPT = DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=4)
@@ -43,26 +40,11 @@ CPU = Device(
 )
 
 
-class Rows:
-    """Rows of 9 tokens, which are held out too."""
-
-    fingerprint = "rows"
-
-    def train(self, folder):
-        return self
-
-    def heldout(self, folder):
-        return self
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"tokens": np.arange(index, index + 9, dtype=np.int32)}
+ROWS = [{"tokens": np.arange(first, first + 9, dtype=np.int32)} for first in range(64)]
 
 
 def run_of(model, **options):
-    return Run(model=model, data=Rows(), batch=16, **options)
+    return Run(model=model, data=InMemory(ROWS, ROWS), batch=16, **options)
 
 
 def flops_of(config, **options):
@@ -140,7 +122,7 @@ def test_a_model_that_cannot_be_traced_for_a_device_of_no_kind_has_no_mfu():
 
 def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
     monkeypatch.setattr(usage, "find_device", lambda kind: CPU)
-    model, output = TinyConfig(num_layers=2), io.StringIO()
+    model = TinyConfig(num_layers=2)
     run = run_of(
         model,
         strategy=Strategy(layout=Layout(mesh={"data": 2, "fsdp": 4}), accumulate=2),
@@ -150,8 +132,7 @@ def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
         evaluate_every=3,
         run_dir=tmp_path,
     )
-    train(run, Console(file=output, width=400))
-    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    _, shown, lines = train_quietly(run)
     # 2 N for the forward pass, twice that for the gradients
     num_weights = model.embed * (2 * model.num_layers * model.mlp + model.vocab)
     seconds = 6 * num_weights * model.seq * 16 / (8 * 1e9)
@@ -160,6 +141,5 @@ def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
     for line, batches in zip(lines[1:], (1, 3 / 2, 5 / 3), strict=True):
         assert line["mfu"] == pytest.approx(seconds * batches * line["updates_per_second"])
         assert 8 * line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"])
-    shown = output.getvalue()
     assert "flops a row over the peak in dense bfloat16 of 8 x cpu, 0.001 teraflops/s each (imagined" in shown
     assert f"tokens/s  MFU {lines[-1]['mfu']:.1%}  left 0s" in shown

@@ -1,6 +1,5 @@
 """Parameters that are whole numbers or booleans, frozen: kept to the bit, in any layout."""
 
-import io
 from dataclasses import replace
 
 import jax
@@ -8,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
+from quiet_training import InMemory, train_quietly
 
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
 LARGE = 2**24 + 1
@@ -42,12 +39,7 @@ class Gathered(nnx.Module):
         return x
 
 
-class Rows:
-    def train(self, folder):
-        return [{"x": row} for row in np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)]
-
-    def heldout(self, folder):
-        return None
+ROWS = [{"x": row} for row in np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)]
 
 
 def loss(apply, batch):
@@ -55,7 +47,7 @@ def loss(apply, batch):
 
 
 RUN = Run(
-    model=Gathered, data=Rows(), loss=loss, batch=8, steps=2, log_every=1, freeze=("table", "*/mask")
+    model=Gathered, data=InMemory(ROWS), loss=loss, batch=8, steps=2, log_every=1, freeze=("table", "*/mask")
 )  # fmt: skip
 MEAN = Synchronisation(on="deltas", every=2)
 
@@ -63,8 +55,8 @@ MEAN = Synchronisation(on="deltas", every=2)
 def after(folder, mesh, **options):
     layout = Layout(mesh=mesh, unnamed="replicate")
     run = replace(RUN, run_dir=folder, strategy=Strategy(layout=layout, **options))
-    params = jax.device_get(train(run, Console(file=io.StringIO())).state.params)
-    return params, [line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl")]
+    found, _, lines = train_quietly(run)
+    return jax.device_get(found.state.params), [line["train/loss"] for line in lines]
 
 
 @pytest.mark.parametrize(
