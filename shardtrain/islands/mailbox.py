@@ -1,7 +1,7 @@
 """Send and receive arrays between pipeline stages over MPI; sends never block, so no task order deadlocks.
 
 A thread takes arrays from a queue, sends each and drives MPI until it has arrived, so that messages of any
-size arrive while the stage computes. Next: `train_step/stage_executor.py`.
+size arrive while the stage computes. Next: `train_step/stage_compute.py`.
 """
 
 import queue

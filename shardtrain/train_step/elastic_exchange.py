@@ -23,11 +23,14 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import apply_combined
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
-from shardtrain.train_step.island_totals import select_loss_metrics
-from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
-from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
-from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.state import Metrics, State, get_scale, init_local, init_outer, split_fragments
+from shardtrain.train_step.update import (
+    apply_gradients,
+    compute_gradient_metrics,
+    keep_unless_skipped,
+    select_loss_metrics,
+)
 
 SLOTS = "slots"
 """The name of the dim of slots inside a combiner."""

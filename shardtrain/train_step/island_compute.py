@@ -24,16 +24,15 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import Channel, CombinedTree, join_metrics
+from shardtrain.train_step.island_combiner import Channel, CombinedTree, average_model_state, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
-from shardtrain.train_step.island_totals import average_model_state, find_sum_shapes
-from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import Metrics, State, get_scale
 from shardtrain.train_step.update import (
     apply_gradients,
     compute_gradient_metrics,
+    find_sum_shapes,
     keep_unless_skipped,
     make_own_update,
 )

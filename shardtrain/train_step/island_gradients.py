@@ -31,9 +31,8 @@ from shardtrain.train_step.gradient_pieces import (
     plan_pieces,
 )
 from shardtrain.train_step.island_combiner import Channel, IslandCombiner
-from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, get_scale, is_overflow
 
 Gradients = Callable[..., Sums]
 """See `gradients.make_gradients`."""

@@ -20,8 +20,7 @@ from shardtrain.functional.model import Tree
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.stacking import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.train_step.island_combiner import AllGather, IslandCombiner
-from shardtrain.train_step.island_totals import average_model_state
+from shardtrain.train_step.island_combiner import AllGather, IslandCombiner, average_model_state
 from shardtrain.train_step.placement import Placement
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The compiled programs of one pipeline stage across islands: tasks, gradients, updates; who compiles first.
 
-Next: `stage_functions.py`, what is compiled; `stage_executor.py`, which calls the programs in the order of a
+Next: `stage_functions.py`, what is compiled; `stage_compute.py`, which calls the programs in the order of a
 table.
 """
 

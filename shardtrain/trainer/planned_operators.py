@@ -18,7 +18,7 @@ from shardtrain.plan.search import RankedChoice
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.sharding.single_arrays import Shards
-from shardtrain.train_step.traced_operators import trace_operators
+from shardtrain.train_step.step import trace_operators
 from shardtrain.trainer.config import Run, make_model
 
 

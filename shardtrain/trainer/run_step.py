@@ -1,6 +1,6 @@
 """Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
 
-It also formats the cut of a pipeline. Next: `train_step/island_step.py`.
+It also formats the cut of a pipeline. Next: `train_step/sync/island_step.py`.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import StageLinks
 from shardtrain.train_step.stage_programs import StageUpdate
-from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.island_step import IslandStep
+from shardtrain.train_step.sync.local_steps import make_sync
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.program_cache import find_program_folder

@@ -16,7 +16,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.train_step.sync.every_step import EveryStep
+from shardtrain.train_step.sync.local_steps import EveryStep
 from shardtrain.trainer import evaluation, row_shares
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy

@@ -22,7 +22,7 @@ from shardtrain.islands.watchdog.stragglers import StepTimer
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.sync.every_step import EveryStep
+from shardtrain.train_step.sync.local_steps import EveryStep
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train

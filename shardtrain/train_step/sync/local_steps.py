@@ -16,12 +16,16 @@ import jax.numpy as jnp
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.train_step.drift import merge_fragment, merge_rounds, select_combined, send
-from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
+from shardtrain.train_step.island_combiner import (
+    IslandCombiner,
+    all_reduce_totals,
+    average_model_state,
+    join_metrics,
+)
 from shardtrain.train_step.island_compute import IslandCompute
-from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Local, Metrics, State, split_fragments
-from shardtrain.train_step.sync.merge import Merge
+from shardtrain.train_step.sync.island_step import EveryStep, IslandStep, Merge
 
 
 class _PendingMerge(NamedTuple):
@@ -176,3 +180,18 @@ def _restore_local(state: State, local: Local) -> State:
 def _measure(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
     assert synchronisation.trigger is not None
     return synchronisation.trigger.measure(fragment.take(drift), fragment.take(params))
+
+
+def make_sync(
+    compute: IslandCompute | StageCompute, synchronisation: Synchronisation, last_step: int = -1
+) -> IslandStep:
+    """Make the step of an island by a synchronisation without a `distance`.
+
+    Args:
+      compute: what this island computes.
+      synchronisation: how islands are synchronised.
+      last_step: the last step of the run, see `step.make_step`.
+    """
+    if synchronisation.on_deltas:
+        return LocalSteps(compute, synchronisation, last_step)
+    return EveryStep(compute)

@@ -18,12 +18,11 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.pipeline.in_flight import count_forwards_ahead
-from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.stage_compute import StageCompute
-from shardtrain.train_step.stage_executor import StageExecutor
+from shardtrain.train_step.stage_compute import StageCompute, StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import Metrics, State
 from shardtrain.train_step.sync.waves import Waves
+from shardtrain.train_step.update import add_island_sums
 
 
 class PendingBackward(NamedTuple):

@@ -14,12 +14,12 @@ import numpy as np
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.parameter_shard import Push
+from shardtrain.train_step.island_combiner import average_model_state
 from shardtrain.train_step.island_compute import IslandCompute
-from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_links import StageSums
 from shardtrain.train_step.state import Metrics, State, split_fragments
-from shardtrain.train_step.sync.merge import Merge
+from shardtrain.train_step.sync.island_step import Merge
 
 if TYPE_CHECKING:
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
