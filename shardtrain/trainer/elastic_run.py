@@ -125,7 +125,7 @@ class ElasticRun:
         """Become a member, with the state of the others or that of the newest checkpoint.
 
         Args:
-          facts: what all islands must have in common, see `rank_facts.facts`.
+          facts: what all islands must have in common, see `agreement.facts`.
           init: makes the state before the first step.
           find_start: restores the newest checkpoint, or makes the state before the first step.
           checkpoints: the checkpoints of the run.

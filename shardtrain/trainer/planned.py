@@ -19,8 +19,7 @@ from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.functional.traced_loss import loss_count
-from shardtrain.islands.cluster import IslandKind
-from shardtrain.islands.sections import range_text
+from shardtrain.islands.cluster import IslandKind, range_text
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.plan.compile import Figures, compile_step, describe_devices, figures

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, refuse_other_run
+from shardtrain.islands.agreement import flags
 from shardtrain.islands.membership import Islands
-from shardtrain.islands.rank_facts import flags
 from shardtrain.plan.space import mesh_text
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import plot_loss_curve

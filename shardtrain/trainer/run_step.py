@@ -13,7 +13,7 @@ from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Loader
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch
-from shardtrain.islands.rank_facts import program_fact
+from shardtrain.islands.agreement import program_fact
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.in_flight import format_in_flight

@@ -16,7 +16,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.rank_facts import program_hash
+from shardtrain.islands.agreement import program_hash
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
