@@ -20,7 +20,7 @@ from shardtrain.elastic.epoch import find_next
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.drift import apply_combined
+from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
 from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
@@ -168,6 +168,7 @@ class LocalStepsExchange:
         self, training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
     ) -> None:
         self._learning_rate, self._synchronisation = training.learning_rate, synchronisation
+        (self._round,) = make_round_merges(synchronisation, placement.specs)
         self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
         self._step, self._find_sums = make_step_alone(training, placement, synchronisation)
         self._zeros: Any = None
@@ -203,10 +204,9 @@ class LocalStepsExchange:
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
         """Apply the combined changes of the slots."""
-        sums, outer = total["sums"], self._synchronisation.outer_optimizer
+        sums = total["sums"]
         combined, extra = self._reduction.reduce(total)
-        fragment = self._reduction.fragment
-        params, outer_state = apply_combined(fragment, 0, outer, state.params, state.outer_state, combined)
+        params, outer_state = self._round.apply(state.params, state.outer_state, combined)
         opt_state, model_state = _average_state(total["states"], (state.opt_state, state.model_state))
         new = state._replace(
             params=params, model_state=model_state, opt_state=opt_state, outer_state=outer_state
