@@ -29,7 +29,7 @@ from shardtrain.train_step.update import (
     apply_gradients,
     compute_gradient_metrics,
     keep_unless_skipped,
-    select_loss_metrics,
+    make_merge_metrics,
 )
 
 SLOTS = "slots"
@@ -216,10 +216,8 @@ class LocalStepsExchange:
         new = jax.tree.map(lambda n, old: jnp.where(count > 0, n.astype(old.dtype), old), new, state)
         step = find_next(state.step, self._synchronisation.every)
         metrics = {
-            **select_loss_metrics(sums),
-            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+            **make_merge_metrics(sums),
             "skipped": jnp.where(sums["steps"] > 0, 0.0, 1.0),
-            "skipped_by_islands": sums["skipped"],
             **extra,
         }
         if self._learning_rate is not None:

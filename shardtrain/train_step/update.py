@@ -209,11 +209,16 @@ def add_island_sums(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) ->
     sums = merged.pop("sums", None)
     if sums is None:
         return {**metrics, **select_loss_metrics(zeros), **merged}
-    others = {
+    return {**metrics, **make_merge_metrics(sums), **merged}
+
+
+def make_merge_metrics(sums: dict[str, Any]) -> Metrics:
+    """Return the metrics of all islands from `make_step_sums` over their steps since the last merge."""
+    return {
+        **select_loss_metrics(sums),
         "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
         "skipped_by_islands": sums["skipped"],
     }
-    return {**metrics, **select_loss_metrics(sums), **others, **merged}
 
 
 def select_loss_metrics(sums: dict[str, Any]) -> Metrics:
