@@ -18,6 +18,7 @@ from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, li
 from shardtrain.functional.loss import Batch
 from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.drift import (
+    RoundMerge,
     make_local_update,
     make_own_params,
     make_round_merges,
@@ -116,7 +117,6 @@ class _MeshRounds:
         specs, self._synchronisation = placement.specs, placement.synchronisation
         self._placement, self._last_step = placement, last_step
         self._rounds = make_round_merges(self._synchronisation, specs, lead=1)
-        self._stacked = find_stacked_paths(specs.arrays, specs.sharded)
         # metrics (L,) have an entry for each parameter; those of several rounds are not returned
         self._whole = len(self._rounds) == 1
         self._entries = list_combined_entries(specs)[1] if self._whole else None
@@ -143,17 +143,10 @@ class _MeshRounds:
         return state._replace(local=self._rounds[number].send(state.local)), metrics
 
     def combine(self, number: int, s: Found) -> Found:
-        (state, metrics), own, specs = s, self._rounds[number], self._placement.specs
+        (state, metrics), own = s, self._rounds[number]
         deltas, counts = own.select(state.local)
-        combined, combine_state, extra = combine_replicas(
-            own.combiner,
-            deltas,
-            counts,
-            state.combine_state[number],
-            specs=own.fragment.select(specs.sharded),
-            stacked=self._stacked & own.fragment.rows.keys(),
-            mesh=self._placement.mesh,
-            entries=self._entries,
+        combined, combine_state, extra = combine_round(
+            own, deltas, counts, state.combine_state[number], self._placement, self._entries
         )
         params, local, outer_state = own.merge(state.params, state.local, state.outer_state, combined)
         combine_state = replace_item(state.combine_state, number, combine_state)
@@ -161,6 +154,23 @@ class _MeshRounds:
             params=params, local=local, combine_state=combine_state, outer_state=outer_state
         )
         return state, {**metrics, **{name: x for name, x in extra.items() if self._whole or not x.ndim}}
+
+
+def combine_round(
+    own: RoundMerge, values: Any, counts: jax.Array, combine_state: Any, placement: Placement, entries: Any
+) -> tuple[Any, Any, Metrics]:
+    """Combine what the replicas of a mesh have of a round, see `combine.replicas.combine_replicas`."""
+    specs = placement.specs
+    return combine_replicas(
+        own.combiner,
+        values,
+        counts,
+        combine_state,
+        specs=own.fragment.select(specs.sharded),
+        stacked=find_stacked_paths(specs.arrays, specs.sharded) & own.fragment.rows.keys(),
+        mesh=placement.mesh,
+        entries=entries,
+    )
 
 
 def _add_common_drift(placement: Placement, state: State) -> State:

@@ -23,7 +23,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
-from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
+from shardtrain.train_step.placement import Placement, attach_shardings, constrain, find_own_shardings
 from shardtrain.train_step.state import Metrics, State, get_scale, init_local, init_outer, split_fragments
 from shardtrain.train_step.update import (
     apply_gradients,
@@ -272,11 +272,7 @@ def add_outer_state(state: State, synchronisation: Synchronisation, placement: P
 
     shardings = find_exchange_shardings(synchronisation, placement).outer_state
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        outer = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(create, state.params),
-            shardings,
-        )
+        outer = attach_shardings(jax.eval_shape(create, state.params), shardings)
     else:
         outer = jax.jit(create, out_shardings=shardings)(state.params)
     return state._replace(outer_state=outer)

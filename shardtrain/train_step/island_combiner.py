@@ -15,7 +15,7 @@ from shardtrain.combine import Combiner, MeshGroup, make_combiner
 from shardtrain.functional.model import path_text
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.bucket_exchange import BucketExchange
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, attach_shardings
 
 AllGather = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> the values of all ranks."""
@@ -104,9 +104,7 @@ class IslandCombiner:
         self._buckets = []
         for number, like in enumerate(exchange.buckets, first_number):
             shapes = _find_state_and_metrics(combiner, exchange.layers(like))
-            state, metrics = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
-            )
+            state, metrics = attach_shardings(shapes, whole)
             self._buckets.append(_Bucket(number, like, state, metrics))
 
     def init(self) -> list[Any]:

@@ -346,8 +346,13 @@ def init_state(
 
 def restorable_state(placement: Placement) -> State:
     """Return the shapes, dtypes and shardings of the state, which `Checkpoints.restore` needs."""
+    return attach_shardings(placement.specs.abstract, placement.state)
+
+
+def attach_shardings(shapes: Any, shardings: Any) -> Any:
+    """Return the shapes and dtypes of a tree with shardings, of which one may be for a whole subtree."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        placement.specs.abstract,
-        placement.state,
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        jax.tree.broadcast(shardings, shapes),
     )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
+from shardtrain.combine.replicas import list_combined_entries
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
@@ -26,12 +26,13 @@ from shardtrain.jaxpr.operators import OperatorPass, run_operators, shard_operat
 from shardtrain.pipeline.schedule import forward_only
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.xla_flags import mesh_options
-from shardtrain.train_step.delta_step import make_delta_update, make_merge
+from shardtrain.train_step.delta_step import combine_round, make_delta_update, make_merge
+from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import ReplicaMeans, make_gradients, make_replica_means
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import BoundModel, map_replicas, run_over_stages, split_by_replica
-from shardtrain.train_step.state import Metrics, State, get_scale, split_fragments
+from shardtrain.train_step.state import Metrics, State, get_scale
 from shardtrain.train_step.update import (
     Update,
     apply_gradients,
@@ -132,25 +133,17 @@ def _make_combined_update(
     replica_means: ReplicaMeans, optimizer: optax.GradientTransformation, placement: Placement
 ) -> Callable[[State, Batch], tuple[Update, Metrics]]:
     """Make the computation of a step that combines gradients over replicas and updates once."""
-    specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     # all trained parameters are one fragment
-    (fragment,) = split_fragments(placement.synchronisation, specs)
-    stacked = find_stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
-    _, entries = list_combined_entries(specs)
+    (own,) = make_round_merges(placement.synchronisation, placement.specs)
+    _, entries = list_combined_entries(placement.specs)
 
     def combined(state: State, batch: Batch) -> tuple[Update, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
-        value, combine_state, extra = combine_replicas(
-            combiner,
-            fragment.take(means, lead=1),
-            counts,
-            state.combine_state[0],
-            specs=fragment.select(specs.sharded),
-            stacked=stacked,
-            mesh=mesh,
-            entries=entries,
+        values = own.fragment.take(means, lead=1)
+        value, combine_state, extra = combine_round(
+            own, values, counts, state.combine_state[0], placement, entries
         )
-        grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
+        grads = own.fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
         found = found._replace(grads=grads)
         metrics = compute_gradient_metrics(found)
 

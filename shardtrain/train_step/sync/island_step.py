@@ -16,7 +16,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_compute import IslandCompute
-from shardtrain.train_step.placement import find_own_shardings
+from shardtrain.train_step.placement import attach_shardings, find_own_shardings
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Local, Metrics, State, init_local, init_outer
 from shardtrain.train_step.update import add_island_sums
@@ -121,11 +121,8 @@ class Merge(IslandStep):
         """Return the shapes, dtypes and shardings of what `begin` returns."""
         sums = self.compute.find_sum_shapes(state, batch)
         shardings = self.shardings(state, sums)
-        local, outer_state = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._create(sums), state.params, state.model_state),
-            (shardings.local, shardings.outer_state),
-        )
+        shapes = jax.eval_shape(self._create(sums), state.params, state.model_state)
+        local, outer_state = attach_shardings(shapes, (shardings.local, shardings.outer_state))
         return super().wanted(state._replace(local=local, outer_state=outer_state), batch)
 
     def shardings(self, state: State, sums: Any = ()) -> State:
