@@ -47,14 +47,14 @@ from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import (
     apply_shares,
-    compile_figures,
     find_choices,
+    make_operator_choice,
     make_planned_strategy,
     make_space,
     make_staged_strategy,
     make_subjects,
 )
-from shardtrain.trainer.planned_operators import make_operator_choice
+from shardtrain.trainer.run_step import compile_figures
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import Strategy, strategy_text
 
