@@ -15,7 +15,7 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batches, RowSplit, place, split_over_islands
 from shardtrain.errors.options import write_compact
-from shardtrain.functional.model import Model, group_by_path
+from shardtrain.functional.model import group_by_path
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import loss_count
 from shardtrain.islands.cluster import IslandKind, range_text
@@ -70,11 +70,12 @@ def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Su
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
     for dtype, target in dict.fromkeys(zip(dtypes, targets, strict=True)):
         # one optimizer for all remat policies: it depends only on the model's names
-        model = _model(run, dtype, None)
+        own = replace(run, strategy=replace(run.strategy, compute_dtype=dtype))
+        model = make_model(own)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         count = loss_count(model, run.loss, rows)
         found[dtype, target] = Subject(
-            model=partial(_model, run, dtype),
+            model=partial(make_model, own),
             loss=run.loss,
             optimizer=optimizer,
             batch=batch,
@@ -90,11 +91,6 @@ def _target(kind: IslandKind) -> Target:
     known = find_device(name)
     # only GPUs have programs for a single device; a single CPU is planned as several
     return Target(name, one_device=(kind.devices or 1) == 1 and known is not None and known.platform == "gpu")
-
-
-def _model(run: Run, dtype: str | None, remat: str | None) -> Model:
-    strategy = replace(run.strategy, compute_dtype=dtype, remat=remat or run.strategy.remat)
-    return make_model(replace(run, strategy=strategy))
 
 
 def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
