@@ -15,9 +15,9 @@ from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
 from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
+from shardtrain.cli.arguments import Subcommands, run_subcommand
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
-from shardtrain.cli.subcommands import Subcommands, run_subcommand
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import tyro
 
-from shardtrain.cli.subcommands import Subcommands, run_subcommand
+from shardtrain.cli.arguments import Subcommands, run_subcommand
 from shardtrain.data.chat import Chat
 from shardtrain.data.conversations import Answers, make_conversation
 from shardtrain.data.corpus import corpus_files, token_shards

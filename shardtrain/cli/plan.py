@@ -11,8 +11,8 @@ import jax
 
 from shardtrain import axes
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
 from shardtrain.cli.plan_options import CLUSTER_HEADER, PlanOptions, check_output, check_trace, cluster_path
+from shardtrain.cli.run_file import read_given_cluster, read_given_strategy
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.islands.cluster import Cluster, arrange_islands, cluster_text

@@ -19,8 +19,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_files import TOKENIZER
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.compilation import CompileOptions
-from shardtrain.cli.option_files import is_layout_file
-from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_file import is_layout_file, load_run
 from shardtrain.cli.run_options import DeviceOptions
 from shardtrain.data import Text
 from shardtrain.data.token_manifest import MANIFEST, read_manifest
