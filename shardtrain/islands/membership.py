@@ -206,7 +206,7 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
     if islands is None:
         host = socket.gethostname()
         return Watchdog(watch, activity, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
-    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel
+    from shardtrain.islands.bridge import HeartbeatChannel
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
     return Watchdog(watch, activity, stacks, peers, HeartbeatChannel(islands.comm))

@@ -33,7 +33,7 @@ from shardtrain.system.atomic_write import open_own
 from shardtrain.system.stop_signals import write_raw
 
 if TYPE_CHECKING:
-    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
+    from shardtrain.islands.bridge import HeartbeatChannel  # importing it starts MPI
 
 BEAT, LEAVE, DIAGNOSED, WRITTEN = 1, 2, 3, 4
 """Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, so that all end; the
