@@ -17,6 +17,7 @@ import optax
 from shardtrain.functional.activation_rules import noting
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.plan.devices import TERA, Device, find_device
+from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
 from shardtrain.train_step.stage_links import PipelineGrid
@@ -265,8 +266,6 @@ def count_row_flops(run: Run, batch: Mapping[str, Any]) -> float:
       run: the run.
       batch: name -> array (rows, ...), any rows of a batch.
     """
-    from shardtrain.plan.subject import Subject  # only runs with MFU import the planner
-
     # cuDNN's attention is one call, whose flops no trace shows
     config: Any = run.model
     is_fused = getattr(config, "attention", None) == "cudnn"
