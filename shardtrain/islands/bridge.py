@@ -260,10 +260,8 @@ class Control:
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
-        status, wait = (
-            MPI.Status(),
-            RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3),
-        )
+        wait = RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3)
+        status = MPI.Status()
         # receive from whoever sends; record the missing ranks, report them once, and give up in the end
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):

@@ -148,10 +148,8 @@ def add_replicas(
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
 
     # the combiner works layer by layer, on each device's shard
-    stacked, fragments = (
-        find_stacked_paths(specs.arrays, specs.sharded),
-        split_fragments(synchronisation, specs),
-    )
+    stacked = find_stacked_paths(specs.arrays, specs.sharded)
+    fragments = split_fragments(synchronisation, specs)
     shards = (
         shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         for each in fragments
