@@ -174,7 +174,7 @@ class StageExecutor:
         shape = self._flow.shapes[message.value]
         what = f"{message.direction} of microbatch {message.microbatch} from part {message.sender}"
         array = self._mailbox.receive(shape.shape, shape.dtype, stage, self._tag(message), what)
-        return programs.to_devices(message.value, array)
+        return programs.to_devices(array)
 
     def _tag(self, message: _Message) -> int:
         """Return the MPI tag of a message; no two messages of a step have the same."""

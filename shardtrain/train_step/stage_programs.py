@@ -163,7 +163,7 @@ class StagePrograms:
             cotangents=[cotangents[value] for value in self._flow.writes[part] if value in cotangents],
         )
 
-    def to_devices(self, value: Value, array: np.ndarray) -> jax.Array:
+    def to_devices(self, array: np.ndarray) -> jax.Array:
         """Put received rows of a microbatch on this island: (R, rows, ...), sharded over its replicas."""
         array = array.reshape(self.num_replicas, -1, *array.shape[1:])
         return jax.device_put(array, self._rows)
