@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from shardtrain.islands import membership
+from shardtrain.islands import jax_runtime, membership
 from shardtrain.islands.binding import (
     VISIBLE,
     bind_devices,
@@ -54,10 +54,10 @@ def test_ranks_of_an_island_meet_without_a_proxy(proxy, monkeypatch):
     if proxy:
         monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     met = []
-    monkeypatch.setattr(membership, "start_runtime", lambda *_: met.append(os.environ["no_proxy"]))
+    monkeypatch.setattr(jax_runtime, "start_runtime", lambda *_: met.append(os.environ["no_proxy"]))
     placement: Any = types.SimpleNamespace(island=0, process=0, num_processes=2)
     comm: Any = Two()
-    membership.join_processes(placement, comm, "a")
+    jax_runtime.join_processes(placement, comm, "a")
     assert met == [f"localhost,a,b,{socket.gethostname()}" if proxy else "localhost"]
 
 
@@ -73,7 +73,7 @@ def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatc
     made: dict[str, Any] = {}
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", made.update)
     placement = RankPlacement(island=0, num_islands=2, process=1, num_processes=2)
-    membership.start_runtime(placement, "127.0.0.1:77" if mine else "a:77", mine)
+    jax_runtime.start_runtime(placement, "127.0.0.1:77" if mine else "a:77", mine)
     # all four that the process sees, by their numbers among these
     assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1, [0, 1, 2, 3])
     assert told["cluster_detection_method"] == "deactivate"
