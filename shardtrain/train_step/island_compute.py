@@ -26,9 +26,8 @@ from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import Channel, CombinedTree, average_model_state, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
-from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement, attach_shardings, constrain, find_own_shardings
-from shardtrain.train_step.state import Metrics, State, get_scale
+from shardtrain.train_step.state import Metrics, State, get_scale, offload_optimizer
 from shardtrain.train_step.update import (
     apply_gradients,
     compute_gradient_metrics,

@@ -27,7 +27,6 @@ from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import add_leading_dim, move_pipeline, partition_specs
 from shardtrain.system.xla_flags import quick_options, step_options
-from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
     check_elements,
@@ -45,6 +44,7 @@ from shardtrain.train_step.state import (
     make_local_layout,
     new_state,
     order_stage_blocks,
+    shard_on_host,
     split_fragments,
 )
 

@@ -29,10 +29,9 @@ from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import combine_round, make_delta_update, make_merge
 from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import ReplicaMeans, make_gradients, make_replica_means
-from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import BoundModel, map_replicas, run_over_stages, split_by_replica
-from shardtrain.train_step.state import Metrics, State, get_scale
+from shardtrain.train_step.state import Metrics, State, get_scale, offload_optimizer
 from shardtrain.train_step.update import (
     Update,
     apply_gradients,
