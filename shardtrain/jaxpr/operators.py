@@ -4,12 +4,13 @@ An operator is a matrix product, a convolution or a lookup in a parameter. A mes
 its dims. Its backward pass, which jax derives, is split alike. Next: `dims.py`, the dims of operators.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from posixpath import commonpath
 from typing import Any
 
@@ -63,6 +64,7 @@ class _Value:
       is_weight: whether it depends on parameters and constants only.
       maker: name of the newest operator whose result it is, up to elementwise operations.
       shards: axis -> the dim that it splits, as in the maker's result; None if the maker has no shards.
+      rows: the dim of the rows of the batch; None if it has none.
     """
 
     array: Any
@@ -70,6 +72,15 @@ class _Value:
     is_weight: bool = False
     maker: str = ""
     shards: Mapping[str, int] | None = None
+    rows: int | None = None
+
+    def shift(self, by: int, **changes: Any) -> "_Value":
+        """Return the value of a step for that of a whole scan (by -1), or the other way round (by 1)."""
+        shards, rows = self.shards, self.rows
+        if shards is not None:
+            shards = {axis: dim + by for axis, dim in shards.items() if dim + by >= 0}
+        rows = None if rows is None or rows + by < 0 else rows + by
+        return replace(self, shards=shards, rows=rows, **changes)
 
 
 def split_key(key: str) -> tuple[str, range | None]:
@@ -90,6 +101,7 @@ class OperatorPass:
       table: key -> shards. A key is the name of an operator, or, as in "NAME[2-5]", of some steps of a scan;
         or the path of a parameter, whose own constraints the model leaves out.
       sizes: axis -> size.
+      rows: the axes over which the layout splits the rows of the batch.
       scoped: whether each equation is in a named scope of the newest operator that it depends on.
       operators: name -> operator.
       problems: of the table, one sentence each.
@@ -97,6 +109,7 @@ class OperatorPass:
 
     table: Mapping[str, Shards] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
     scoped: bool = False
     operators: dict[str, Operator] = field(default_factory=dict)
     problems: dict[str, None] = field(default_factory=dict)
@@ -106,19 +119,25 @@ class OperatorPass:
     _num_blocks: int = 0
     _block: int | None = None
 
-    def run(self, closed: ClosedJaxpr, inputs: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+    def run(
+        self, closed: ClosedJaxpr, inputs: Sequence[Any], paths: Sequence[str], batch: range = range(0)
+    ) -> list[Any]:
         """Return the outputs of a program.
 
         Args:
           closed: the program.
           inputs: its inputs, of which the first are parameters.
           paths: paths of these parameters.
+          batch: the numbers of the inputs that are the batch.
         """
         self._paths = frozenset(paths)
         for found in (self.operators, self.problems, self._named):
             found.clear()
         values = [_Value(x, path, True) for x, path in zip(inputs, paths, strict=False)]
-        values += [_Value(x) for x in inputs[len(values) :]]
+        values += [
+            _Value(inputs[number], rows=0 if number in batch else None)
+            for number in range(len(paths), len(inputs))
+        ]
         return [value.array for value in self._evaluate(closed, values)]
 
     def check(self) -> None:
@@ -160,8 +179,11 @@ class OperatorPass:
             inside = operator.path.rpartition("/")[0] if operator.path in self._paths else operator.path
             shards = self._find_shards(operator.name)
             own = {axis: int(dim) for axis, dim in (shards or {}).items() if dim.isdigit()}
-            found = self._shard(equation, values, operator)
-            return [_Value(found, inside, maker=operator.name, shards=None if shards is None else own)]
+            if shards is None:
+                values = [self._leave(value) for value in values]
+            made = _Value(self._shard(equation, values, operator), inside, maker=operator.name)
+            rows = _follow_rows(_find_plain(equation), values)
+            return [replace(made, shards=None if shards is None else own, rows=rows)]
         maker = max((value.maker for value in values), key=self._number, default="")
         if name == "sharding_constraint" and (path in self.table or self._find_shards(maker) is not None):
             return values
@@ -170,7 +192,9 @@ class OperatorPass:
         newest = next((n for n in known if self._keeps(equation, n, values[n].shards or {})), None)
         if newest is None:
             with self._scope(maker):
-                return [_Value(x, path, is_weight, maker) for x in bind(equation, arrays)]
+                made = bind(equation, arrays)
+            found = [_Value(x, path, is_weight, maker) for x in made]
+            return [replace(v, rows=_follow_rows(equation, values, n)) for n, v in enumerate(found)]
         # operands and results have the dims of the newest
         shards = values[newest].shards or {}
         ours = _move(shards, _find_moves(equation, newest))
@@ -183,8 +207,22 @@ class OperatorPass:
         found = []
         for number, x in enumerate(made):
             ours = _move(shards, _find_moves(equation, newest, number))
-            found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours))
+            rows = _follow_rows(equation, values, number)
+            found.append(_Value(_constrain(x, ours), path, is_weight, maker, ours, rows))
         return found
+
+    def _leave(self, value: _Value) -> _Value:
+        """Return a value as operators without shards get it: with the rows of the layout.
+
+        The compiler would keep what it has; its loops are wrong for some ways to split rows (docs/xla).
+        """
+        if value.shards is None or value.rows is None:
+            return value
+        size = math.prod(self.sizes[axis] for axis in self.rows)
+        dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.array.ndim
+        dims[value.rows] = self.rows if value.array.shape[value.rows] % size == 0 else None
+        found = lax.with_sharding_constraint(value.array, PartitionSpec(*dims))
+        return replace(value, array=found, shards=None)
 
     def _keeps(self, equation: Any, number: int, shards: Mapping[str, int]) -> bool:
         """Return whether the dims that axes split can be followed through an equation."""
@@ -199,27 +237,30 @@ class OperatorPass:
     def _compute_call(self, equation: Any, called: ClosedJaxpr, values: list[_Value]) -> Sequence[_Value]:
         if equation.primitive.name in CALLS:
             return self._evaluate(called, values)
-        arrays = [value.array for value in values]
         if equation.primitive.name != "scan":
             traced, found = self._trace(called, values)
             new = equation.replace(params={**equation.params, "jaxpr": traced.jaxpr})
-            return [replace(v, array=x) for v, x in zip(found, bind(new, arrays), strict=True)]
+            made = bind(new, [value.array for value in values])
+            return [replace(v, array=x) for v, x in zip(found, made, strict=True)]
         before, (self._block, self._num_blocks) = (
             (self._block, self._num_blocks),
             (0, equation.params["length"]),
         )
         num_consts, num_carried = scan_counts(equation)
+        num_whole = num_consts + num_carried
         # later blocks read what the block before made
-        _, found = self._trace(called, values)
+        _, found = self._trace(called, _split_steps(values, num_whole))
+        if not self._list_blocks():
+            values = [self._leave(value) for value in values]
         for number, made in enumerate(found[:num_carried], num_consts):
             values[number] = replace(
                 values[number], maker=made.maker or values[number].maker, shards=made.shards
             )
-        consts, carry, rows = split_operands(equation, arrays)
+        consts, carry, rows = split_operands(equation, [value.array for value in values])
         stacks: list[list[Any]] = []
         for start, end in self._find_segments(reverse=equation.params["reverse"]):
             self._block = start
-            steps, found = self._trace(called, values)
+            steps, found = self._trace(called, _split_steps(values, num_whole))
             new = equation.replace(params={**equation.params, "jaxpr": steps})
             part = [x[start:end] for x in rows] if end - start < self._num_blocks else rows
             carry, stack = run_steps(new, consts, carry, part, end - start)
@@ -228,15 +269,18 @@ class OperatorPass:
         ordered = stacks[:: -1 if equation.params["reverse"] else 1]
         pieces = map(list, zip(*ordered, strict=True))
         stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in pieces]
-        return [replace(v, array=x) for v, x in zip(found, [*carry, *stacked], strict=True)]
+        whole = [replace(v, array=x) for v, x in zip(found, carry, strict=False)]
+        return [*whole, *(v.shift(1, array=x) for v, x in zip(found[num_carried:], stacked, strict=True))]
+
+    def _list_blocks(self) -> list[range | None]:
+        """Return the blocks of each key of the table for an operator of a scan; None for all of them."""
+        depth = len(self._outer)
+        inside = {name for key, name in self._named.items() if key[:depth] == self._outer}
+        return [blocks for key in self.table for name, blocks in [split_key(key)] if name in inside]
 
     def _find_segments(self, *, reverse: bool) -> list[tuple[int, int]]:
         """Return the first block, and the one after the last, of runs of equally sharded blocks of a scan."""
-        depth = len(self._outer)
-        inside = {name for key, name in self._named.items() if key[:depth] == self._outer}
-        ranges = [
-            blocks for key in self.table for name, blocks in [split_key(key)] if blocks and name in inside
-        ]
+        ranges = [blocks for blocks in self._list_blocks() if blocks]
         ends = {0, self._num_blocks, *(end for each in ranges for end in (each.start, each.stop))}
         found = list(pairwise(sorted(end for end in ends if end <= self._num_blocks)))
         return found[:: -1 if reverse else 1]
@@ -325,6 +369,11 @@ class OperatorPass:
         return jax.named_scope(f"<{name}>") if self.scoped and name else nullcontext()
 
 
+def _split_steps(values: Sequence[_Value], num_whole: int) -> list[_Value]:
+    """Return the values of a step of a scan, which reads a part of each but the first."""
+    return [value if number < num_whole else value.shift(-1) for number, value in enumerate(values)]
+
+
 def find_scope(equation: Any) -> str:
     """Return the operator in whose scope an equation was traced, also if jax derived it; "" for none."""
     found = re.findall(r"<(.*?)>", str(equation.source_info.name_stack))
@@ -389,6 +438,13 @@ def _find_moves(equation: Any, number: int, output: int = 0) -> Moves:
     return {before[0]: after[0] for before, after in find_reshaped(*shapes)}
 
 
+def _follow_rows(equation: Any, values: Sequence[_Value], output: int = 0) -> int | None:
+    """Return the dim of the rows of the batch in an output."""
+    known = [(number, value.rows) for number, value in enumerate(values) if value.rows is not None]
+    moved = (_find_moves(equation, number, output).get(rows) for number, rows in known)
+    return next((dim for dim in moved if dim is not None), None)
+
+
 def _move(shards: Mapping[str, int], moves: Mapping[int, int]) -> dict[str, int]:
     return {axis: moves[dim] for axis, dim in shards.items() if dim in moves}
 
@@ -403,19 +459,25 @@ def _join(paths: Sequence[str]) -> str | None:
     return commonpath(paths) if paths else None
 
 
-def run_operators(function: Callable[..., Any], each: OperatorPass) -> Callable[..., Any]:
+def run_operators(
+    function: Callable[..., Any], each: OperatorPass, batch: int | None = None
+) -> Callable[..., Any]:
     """Return a function (parameters, ...) that is computed by a pass.
 
     Args:
       function: the loss, of a tree of parameters and any other arguments.
       each: the pass, which then lists the operators.
+      batch: the number of the argument that is the batch.
     """
 
     def compute(params: Any, *rest: Any) -> Any:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *rest)
         leaves = jax.tree.leaves_with_path(params)
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-        found = each.run(traced, jax.tree.leaves((params, *rest)), paths)
+        inputs = jax.tree.leaves((params, *rest))
+        ends = list(accumulate(len(jax.tree.leaves(x)) for x in (params, *rest)))
+        rows = range(0) if batch is None else range(ends[batch - 1], ends[batch])
+        found = each.run(traced, inputs, paths, rows)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return compute
@@ -425,17 +487,19 @@ def shard_operators(
     function: Callable[..., Any],
     table: Mapping[str, Shards],
     sizes: Mapping[str, int],
+    rows: tuple[str, ...] = (),
     *,
+    batch: int | None = None,
     strict: bool = True,
 ) -> Callable[..., Any]:
     """Return a function that computes the operators of a table with their shardings.
 
     Args:
-      function, table, sizes: see `run_operators` and `OperatorPass`.
+      function, table, sizes, rows, batch: see `run_operators` and `OperatorPass`.
       strict: whether to refuse a table that does not fit, when the function is traced.
     """
-    each = OperatorPass(table=table, sizes=sizes)
-    sharded = run_operators(function, each)
+    each = OperatorPass(table=table, sizes=sizes, rows=rows)
+    sharded = run_operators(function, each, batch)
 
     def compute(*arguments: Any) -> Any:
         found = sharded(*arguments)

@@ -150,7 +150,9 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
-    sharded = shard_operators(replica_loss, placement.layout.operators, mesh.shape)
+    sharded = shard_operators(
+        replica_loss, placement.layout.operators, mesh.shape, rules[axes.BATCH], batch=4
+    )
     grad = map_replicas(value_and_grad(sharded), in_axes, placement, model.axis_name)
 
     def compute(

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardtrain import axes
 from shardtrain.combine.replicas import list_combined_entries
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import sum_loss
@@ -204,7 +205,8 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
         return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
     # held-out losses may lack an operator
-    sharded = shard_operators(replica, placement.layout.operators, placement.mesh.shape, strict=False)
+    table, rows = placement.layout.operators, placement.layout.rules_of_replica()[axes.BATCH]
+    sharded = shard_operators(replica, table, placement.mesh.shape, rows, batch=4, strict=False)
     each = map_replicas(sharded, (None, None, None, 0, 0), placement, model.axis_name)
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
