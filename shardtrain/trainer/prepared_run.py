@@ -122,7 +122,6 @@ class PreparedRun:
             assert isinstance(batches, Batches)
             self.elastic = ElasticRun(run, folder, setup, batches, output)
             stack.callback(self.elastic.close)
-        if self.elastic is not None:
             coordination = Coordination(is_chief=self.elastic.is_chief)
         elif islands is not None and islands.placement.num_islands > 1:
             transfer, owners = make_transfers(run, setup, islands)
