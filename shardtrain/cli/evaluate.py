@@ -17,8 +17,7 @@ import tyro
 
 from shardtrain.cli.arguments import list_too_small
 from shardtrain.cli.checkpoint_path import select_options
-from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, use_model
 from shardtrain.data import Chat, Corpus
 from shardtrain.data.conversations import COMPLETION, PROMPT
 from shardtrain.data.corpus import corpus_files
@@ -198,12 +197,7 @@ def _is_chat(file: SourceFile, field: str) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the values of each data set and file of questions; return 0."""
-    flags_text = set_xla_flags(arguments)
-    options = tyro.cli(EvaluateOptions, args=list(arguments), prog="shardtrain evaluate")
-    options.check()
-    with cache_programs(flags_text):
-        _print_values(options)
-    return 0
+    return use_model("evaluate", EvaluateOptions, arguments, _print_values)
 
 
 def _print_values(options: EvaluateOptions) -> None:

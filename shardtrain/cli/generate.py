@@ -16,8 +16,7 @@ import numpy as np
 import tyro
 
 from shardtrain.cli.arguments import list_too_small
-from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, use_model
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
@@ -84,12 +83,7 @@ class GenerateOptions(SavedOptions):
 
 def main(arguments: Sequence[str]) -> int:
     """Print the continuations of prompts; return 0."""
-    flags_text = set_xla_flags(arguments)
-    options = tyro.cli(GenerateOptions, args=list(arguments), prog="shardtrain generate")
-    options.check()
-    with cache_programs(flags_text):
-        _print_continuations(options)
-    return 0
+    return use_model("generate", GenerateOptions, arguments, _print_continuations)
 
 
 def _print_continuations(options: GenerateOptions) -> None:

@@ -5,7 +5,7 @@ model needs its run file. Next: `generate.py`, `evaluate.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from shardtrain import axes
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_files import TOKENIZER
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
-from shardtrain.cli.compilation import CompileOptions
+from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
 from shardtrain.cli.run_file import is_layout_file, load_run
 from shardtrain.cli.run_options import DeviceOptions
 from shardtrain.data import Text
@@ -136,6 +136,16 @@ class SavedRun:
         """Restore the model on the mesh, see `restore_model`."""
         layout = self.run.strategy.layout
         return restore_model(self.reader, make_model(self.run), layout, evaluated=self.given.evaluated)
+
+
+def use_model(command: str, kind: type[SavedOptions], arguments: Sequence[str], use: Any) -> int:
+    """Parse and check the options of a command that uses a trained model, call `use` with them; return 0."""
+    flags_text = set_xla_flags(arguments)
+    options: Any = tyro.cli(kind, args=list(arguments), prog=f"shardtrain {command}")
+    options.check()
+    with cache_programs(flags_text):
+        use(options)
+    return 0
 
 
 def open_run(given: SavedOptions) -> SavedRun:
