@@ -40,7 +40,7 @@ from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
-from shardtrain.train_step.sync.every_step import EveryStep
+from shardtrain.train_step.sync.local_steps import EveryStep
 
 Side = Callable[[], Any]
 

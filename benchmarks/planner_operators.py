@@ -54,7 +54,7 @@ from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import make_model
-from shardtrain.trainer.planned_operators import make_operator_choice
+from shardtrain.trainer.planned import make_operator_choice
 
 NODES = Machine(
     rates=Rates(flops_per_second=1e14, memory_bytes_per_second=1e12, kernel_seconds=1e-6, memory_bytes=1e10),

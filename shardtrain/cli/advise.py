@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from shardtrain.cli.arguments import run_subcommand
 from shardtrain.cli.run_rows import read_measured_rows, read_metrics, read_step_phases
-from shardtrain.cli.subcommands import run_subcommand
 from shardtrain.errors.exit_codes import DONE
 from shardtrain.errors.messages import refuse
 from shardtrain.plan.advice.fit import MeasuredRow

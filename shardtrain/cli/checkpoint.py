@@ -3,8 +3,8 @@
 `checkpoint_files.py` exports and imports them. Next: `checkpoints/reader.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +15,13 @@ from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
 from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
+from shardtrain.cli.arguments import Subcommands, run_subcommand
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
-from shardtrain.cli.subcommands import Subcommands, run_subcommand
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
-from shardtrain.system.run_lock import LOCK, LockHeld, hold_lock
+from shardtrain.system.run_lock import LOCK, hold_locks
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
 """A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP names a step, PATH@best the
@@ -186,8 +186,7 @@ def _prune_steps(
     return 0
 
 
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> AbstractContextManager[None]:
     """Lock a folder of checkpoints and the folder of its run.
 
     Raises:
@@ -195,18 +194,13 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """
     refuse_other_run(folder)
     run = folder.resolve().parent
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(hold_lock(folder))
-            if (run / LOCK).is_file():
-                # a run of an earlier version locks only this folder
-                stack.enter_context(hold_lock(run))
-            yield
-    except LockHeld:
-        raise ValueError(
-            f"a process is training in {run}, and deletes old checkpoints itself"
-            " (--checkpoints.keep); wait for it, or stop it first"
-        ) from None
+    # a run of an earlier version locks only the first folder
+    folders = [folder, run] if (run / LOCK).is_file() else [folder]
+    return hold_locks(
+        folders,
+        f"a process is training in {run}, and deletes old checkpoints itself (--checkpoints.keep); wait for"
+        " it, or stop it first",
+    )
 
 
 COMMANDS: Subcommands = {

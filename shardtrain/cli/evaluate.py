@@ -17,15 +17,7 @@ import tyro
 
 from shardtrain.cli.arguments import list_too_small
 from shardtrain.cli.checkpoint_path import select_options
-from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.saved_run import (
-    SavedOptions,
-    SavedRun,
-    choose_tokenizer,
-    find_seq,
-    open_run,
-    round_rows,
-)
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, use_model
 from shardtrain.data import Chat, Corpus
 from shardtrain.data.conversations import COMPLETION, PROMPT
 from shardtrain.data.corpus import corpus_files
@@ -127,7 +119,7 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
     """
     run = saved.run
     if options.data:
-        seq = options.seq or saved.options.get("data.seq") or find_seq(saved)
+        seq = options.seq or saved.options.get("data.seq") or saved.seq
         data = {
             name: _make_data(saved, options, tuple(map(Path, paths)), seq)
             for name, paths in parse_names(options.data, options.name).items()
@@ -146,10 +138,10 @@ def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Pa
     return sets
 
 
-def find_tokenizer_name(saved: SavedRun, options: EvaluateOptions) -> str | None:
+def find_tokenizer_name(saved: SavedRun) -> str | None:
     """Return the name of the tokenizer; None if it is unknown, as data of tokens needs none."""
     try:
-        return choose_tokenizer(saved, options.tokenizer)
+        return saved.tokenizer
     except ValueError:
         return None
 
@@ -172,7 +164,7 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
         return replace(cast("Any", data), **{name: value for name, value in changes.items() if name in known})
     files = corpus_files(paths)
     if not refuse_mixed(files):
-        changes["tokenizer"] = choose_tokenizer(saved, options.tokenizer)
+        changes["tokenizer"] = saved.tokenizer
         # the options of the run's conversations, also inside a mixture
         names = [name for name in saved.options if name.startswith("data.") and name.endswith(".template")]
         own = select_options(saved.options, names[0].removesuffix("template")) if names else {}
@@ -184,7 +176,7 @@ def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...
     if "tokenizer" in changes:
         return corpus
     made_by = {each.tokenizer_hash: str(each.folder) for each in token_folders(files)}
-    own = find_tokenizer_name(saved, options)
+    own = find_tokenizer_name(saved)
     if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
         raise ValueError(
             f"{next(iter(made_by.values()))} has tokens of another tokenizer than the run's, {own}"
@@ -205,12 +197,7 @@ def _is_chat(file: SourceFile, field: str) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the values of each data set and file of questions; return 0."""
-    flags_text = set_xla_flags(arguments)
-    options = tyro.cli(EvaluateOptions, args=list(arguments), prog="shardtrain evaluate")
-    options.check()
-    with cache_programs(flags_text):
-        _print_values(options)
-    return 0
+    return use_model("evaluate", EvaluateOptions, arguments, _print_values)
 
 
 def _print_values(options: EvaluateOptions) -> None:
@@ -235,13 +222,11 @@ def _print_values(options: EvaluateOptions) -> None:
         sources = {}
         if options.data or not options.choices:
             sources = make_evaluated_sources(saved, options, folder)
-        restored = saved.restore(evaluated=options.evaluated)
-        rows = round_rows(restored, options.batch)
+        restored = saved.restore()
+        rows = restored.round_rows(options.batch)
         found = _evaluate(saved, restored, sources, rows, options) if sources else {}
     for name, each in requests.items():
-        accuracy = compute_accuracy(
-            questions[name], log_likelihoods(restored.apply, each, rows, find_seq(saved))
-        )
+        accuracy = compute_accuracy(questions[name], log_likelihoods(restored.apply, each, rows, saved.seq))
         found[name] = {**found.get(name, {}), **accuracy._asdict()}
     if wrong := [f"{key} of {name}" for name, of in found.items() for key, x in of.items() if math.isnan(x)]:
         raise ValueError(
@@ -267,11 +252,11 @@ def _make_requests(
     Raises:
       ValueError: the model does not have one of the tokens.
     """
-    tokenizer = open_tokenizer(choose_tokenizer(saved, options.tokenizer))
+    tokenizer = open_tokenizer(saved.tokenizer)
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
     found = {}
     for name, each in questions.items():
-        found[name] = make_requests(each, tokenizer, options.delimiter, find_seq(saved))
+        found[name] = make_requests(each, tokenizer, options.delimiter, saved.seq)
         if (largest := max(int(request.tokens.max()) for request in found[name])) >= vocab:
             raise ValueError(
                 f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
@@ -296,7 +281,7 @@ def _evaluate(
     placement = restored.placement
     setup = RunSetup(restored.model, optax.identity(), None, placement.mesh, placement)
     means = make_evaluation(run, setup, Coordination(), sources, None)(restored.state)
-    known = find_tokenizer_name(saved, options)
+    known = find_tokenizer_name(saved)
     tokenizer = None if known is None else open_tokenizer(known)
     found = {}
     for name, source in sources.items():

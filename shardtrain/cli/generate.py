@@ -16,15 +16,7 @@ import numpy as np
 import tyro
 
 from shardtrain.cli.arguments import list_too_small
-from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.saved_run import (
-    SavedOptions,
-    SavedRun,
-    choose_tokenizer,
-    find_seq,
-    open_run,
-    round_rows,
-)
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, use_model
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
@@ -91,12 +83,7 @@ class GenerateOptions(SavedOptions):
 
 def main(arguments: Sequence[str]) -> int:
     """Print the continuations of prompts; return 0."""
-    flags_text = set_xla_flags(arguments)
-    options = tyro.cli(GenerateOptions, args=list(arguments), prog="shardtrain generate")
-    options.check()
-    with cache_programs(flags_text):
-        _print_continuations(options)
-    return 0
+    return use_model("generate", GenerateOptions, arguments, _print_continuations)
 
 
 def _print_continuations(options: GenerateOptions) -> None:
@@ -104,9 +91,7 @@ def _print_continuations(options: GenerateOptions) -> None:
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
     )
     saved = open_run(options)
-    tokenizer = open_tokenizer(
-        choose_tokenizer(saved, options.tokenizer), None if options.end == "none" else options.end
-    )
+    tokenizer = open_tokenizer(saved.tokenizer, None if options.end == "none" else options.end)
     prompts = read_prompts(options)
     for number, found in enumerate(_continue(saved, tokenizer, prompts, sampling, options)):
         if options.json:
@@ -160,7 +145,7 @@ def encode_prompts(
     """
     found = tokenizer.encode(list(prompts))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
-    num_tokens, seq, begin = options.tokens or 1, find_seq(saved), find_begin(saved, options)
+    num_tokens, seq, begin = options.tokens or 1, saved.seq, find_begin(saved, options)
     is_pair = begin is not None
     most = (seq if is_pair else seq - num_tokens) if saved.takes_cache or is_pair else math.inf
     problems = []
@@ -200,9 +185,9 @@ def _continue(
     them ends a text.
     """
     tokens = encode_prompts(prompts, tokenizer, saved, options)
-    restored = saved.restore(evaluated=options.evaluated)
+    restored = saved.restore()
     begin = find_begin(saved, options)
-    room = find_seq(saved) - (0 if begin is not None else max(map(len, tokens)))
+    room = saved.seq - (0 if begin is not None else max(map(len, tokens)))
     is_bound = saved.takes_cache or begin is not None
     num_tokens = options.tokens or (min(MOST_TOKENS, room) if is_bound else MOST_TOKENS)
     ends = _find_ends(saved, tokenizer, options.end)
@@ -211,10 +196,10 @@ def _continue(
         tokens,
         num_tokens,
         new_key(options.seed),
-        seq=find_seq(saved),
+        seq=saved.seq,
         sampling=sampling,
         end=ends,
-        rows=round_rows(restored, min(options.batch, len(prompts))),
+        rows=restored.round_rows(min(options.batch, len(prompts))),
         cached=saved.takes_cache,
         begin=begin,
     )

@@ -39,8 +39,12 @@ from shardtrain.train_step.placement_checks import check_stages
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.layout_check import check_sequences
-from shardtrain.trainer.planned import compile_figures, list_memory_changes, plan_sent_parts
-from shardtrain.trainer.run_step import format_inspected_cut
+from shardtrain.trainer.run_step import (
+    compile_figures,
+    format_inspected_cut,
+    list_memory_changes,
+    plan_sent_parts,
+)
 from shardtrain.trainer.setup import find_unused, format_unused, make_microbatch
 from shardtrain.trainer.stage_cut import format_predicted_cut
 from shardtrain.trainer.strategy import Strategy

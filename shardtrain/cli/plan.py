@@ -2,9 +2,8 @@
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,8 +11,8 @@ import jax
 
 from shardtrain import axes
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
-from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
 from shardtrain.cli.plan_options import CLUSTER_HEADER, PlanOptions, check_output, check_trace, cluster_path
+from shardtrain.cli.run_file import read_given_cluster, read_given_strategy
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.islands.cluster import Cluster, arrange_islands, cluster_text
@@ -29,7 +28,6 @@ from shardtrain.plan.prediction import Step
 from shardtrain.plan.search import find_frontier
 from shardtrain.plan.simulator.step_graph import make_step_graph
 from shardtrain.plan.space import Space
-from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import explain_plan, plan_text
@@ -47,46 +45,37 @@ from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import (
     apply_shares,
-    compile_figures,
     find_choices,
+    make_operator_choice,
     make_planned_strategy,
     make_space,
     make_staged_strategy,
     make_subjects,
 )
-from shardtrain.trainer.planned_operators import make_operator_choice
+from shardtrain.trainer.run_step import compile_figures
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
-from shardtrain.trainer.strategy import Strategy, strategy_text
+from shardtrain.trainer.strategy import strategy_text
 
 
-def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
-    """Write a trace of the simulated steps of all kinds of islands; return the times of these steps."""
-    found = []
-    kinds = [each for each in plan.kinds if each.rows]
-    for each, times in zip(kinds, all_times, strict=True):
-        for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
-            found.append(TracedStep(f"{each.kind.kind}: {what}", make_step_graph(times, overlap=overlap)))
-    replace_file(path, trace_text(found).encode())
-    return format_traces(found) + f"trace: {path}\n"
+def _write_trace(run: Run, path: Path, plan: ClusterPlan, *, given: bool) -> str:
+    """Write a trace of simulated steps of all kinds of islands; return the times of these steps.
 
-
-def _make_trace(run: Run, path: Path, plan: ClusterPlan, *, given: bool) -> str:
-    """Write the trace of the best layout, or of the run's own strategy if one is given; return its text."""
+    They are of the best layout, or of the run's own strategy if one is given.
+    """
+    choices = None
     if given:
         choices = find_choices(run.strategy, plan)
-        traced = apply_shares(plan, run.strategy, choices)
-        return _write_trace(path, traced, estimate_times(traced, choices))
-    if not all(each.plan.ranked for each in plan.kinds):
+        plan = apply_shares(plan, run.strategy, choices)
+    elif not all(each.plan.ranked for each in plan.kinds):
         return "trace: not written, as nothing runs\n"
-    return _write_trace(path, plan, estimate_times(plan))
-
-
-def _try_analysis(name: str, text: Callable[[], str]) -> str:
-    """Return the text of an analysis, or why it cannot be done; the plan itself remains valid."""
-    try:
-        return text()
-    except ValueError as problem:
-        return f"{name}: {problem}\n"
+    kinds = [each for each in plan.kinds if each.rows]
+    found = [
+        TracedStep(f"{each.kind.kind}: {what}", make_step_graph(times, overlap=overlap))
+        for each, times in zip(kinds, estimate_times(plan, choices), strict=True)
+        for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap"))
+    ]
+    replace_file(path, trace_text(found).encode())
+    return format_traces(found) + f"trace: {path}\n"
 
 
 def _add_operators(run: Run, space: Space, plan: ClusterPlan) -> tuple[ClusterPlan, str]:
@@ -110,12 +99,6 @@ def _add_operators(run: Run, space: Space, plan: ClusterPlan) -> tuple[ClusterPl
         insort(ranked, chosen, key=lambda each: each.order)
     kind = replace(kind, plan=replace(kind.plan, ranked=tuple(ranked)))
     return replace(plan, kinds=(kind,)), operators_text(found)
-
-
-def _write(path: Path, strategy: Strategy) -> str:
-    """Write a strategy file; return a line."""
-    replace_file(path, strategy_text(strategy).encode())
-    return f"strategy: {path}\n"
 
 
 def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
@@ -149,7 +132,9 @@ def _write_pool(run: Run, path: Path, cluster: Cluster, pool: Pool) -> str:
         return f"strategy: {path} is not written, as nothing fits\n"
     way = pool.best
     is_staged = isinstance(way, StagesPlan)
-    text = _write(path, make_staged_strategy(run, way) if is_staged else make_planned_strategy(run, way))
+    strategy = make_staged_strategy(run, way) if is_staged else make_planned_strategy(run, way)
+    replace_file(path, strategy_text(strategy).encode())
+    text = f"strategy: {path}\n"
     if len(cluster.of_islands) == 1:
         return text
     file = cluster_path(path)
@@ -320,11 +305,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.frontier is not None:
         terminal.out(_draw_frontiers(options.frontier, plan, space))
     if options.advise:
-        terminal.out(_try_analysis("advise", partial(plan_advice_text, plan)))
+        try:
+            terminal.out(plan_advice_text(plan))
+        except ValueError as problem:  # the plan itself remains valid
+            terminal.out(f"advise: {problem}\n")
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None
         traced = planner.plan_all() if given else plan
-        terminal.out(_make_trace(run, options.trace, traced, given=given))
+        terminal.out(_write_trace(run, options.trace, traced, given=given))
     if options.compile is not None:
         with cache_programs(flags_text):
             terminal.out(compile_plan(run, pool.replicas, options.compile))

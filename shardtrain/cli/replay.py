@@ -39,12 +39,12 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.elastic_program import ElasticProgram
-from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.elastic_run import make_program
 from shardtrain.trainer.island_run import make_island_run
 from shardtrain.trainer.pretrained import add_base
 from shardtrain.trainer.resume import find_parameters
@@ -225,14 +225,7 @@ def _make_programs(
         mesh = make_mesh(layout, jax.devices()[: math.prod(layout.mesh.values())])
         own = replace(run, strategy=replace(run.strategy, layout=layout))
         setup = make_setup(own, microbatch=microbatch, mesh=mesh)
-        programs[sizes] = ElasticProgram(
-            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
-            setup.placement,
-            batches,
-            num_slots,
-            _make_state(own, setup, reader),
-            run.strategy.synchronisation,
-        )
+        programs[sizes] = make_program(run, setup, batches, num_slots, _make_state(own, setup, reader))
     return programs
 
 

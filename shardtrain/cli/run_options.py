@@ -17,8 +17,14 @@ from shardtrain.cli.field_options import (
     replace_fields,
 )
 from shardtrain.cli.help_pages import ACROSS, LAYOUT, PIPELINE, SYNCHRONISATION, help_page
-from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
-from shardtrain.cli.run_file import load_combiner, load_run
+from shardtrain.cli.run_file import (
+    StrategyOptions,
+    adopt_tokenizer,
+    apply_files,
+    is_layout_file,
+    load_combiner,
+    load_run,
+)
 from shardtrain.combine import CODECS, COMBINERS
 from shardtrain.errors.messages import refuse
 from shardtrain.report.sinks import SINKS

@@ -5,7 +5,7 @@ model needs its run file. Next: `generate.py`, `evaluate.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,8 @@ from shardtrain import axes
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_files import TOKENIZER
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
-from shardtrain.cli.compilation import CompileOptions
-from shardtrain.cli.option_files import is_layout_file
-from shardtrain.cli.run_file import load_run
+from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
+from shardtrain.cli.run_file import is_layout_file, load_run
 from shardtrain.cli.run_options import DeviceOptions
 from shardtrain.data import Text
 from shardtrain.data.token_manifest import MANIFEST, read_manifest
@@ -79,6 +78,7 @@ class SavedRun:
     """A run that was opened from its folder.
 
     Args:
+      given: the options that name it.
       reader: the reader of the checkpoint.
       folder: the run's folder.
       options: the options of the run by name, as in `run.txt`; {} for imported parameters.
@@ -89,6 +89,7 @@ class SavedRun:
       takes_cache: whether it caches keys and values between tokens.
     """
 
+    given: SavedOptions
     reader: CheckpointReader
     folder: Path
     options: Mapping[str, Any]
@@ -97,10 +98,54 @@ class SavedRun:
     is_encoder_decoder: bool
     takes_cache: bool
 
-    def restore(self, *, evaluated: bool) -> RestoredModel:
+    @property
+    def seq(self) -> int:
+        """The number of positions of the model; if it has no such option, of the data.
+
+        Raises:
+          ValueError: neither is known.
+        """
+        found = getattr(self.run.model, "seq", None) or self.options.get("data.seq")
+        if not isinstance(found, int):
+            raise ValueError(
+                "the number of positions of the model is not known: neither model nor data have seq"
+            )
+        return found
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer of the run: `bytes`, or the path of a tokenizer.json or of its folder.
+
+        Raises:
+          ValueError: no tokenizer or several are known.
+        """
+        if self.given.tokenizer is not None:
+            return self.given.tokenizer
+        found = {str(name): None for name in _list_tokenizers(self.folder, self.options)}
+        if not found and getattr(self.run.model, "vocab", None) == 256:
+            found = {BYTES: None}  # the vocabulary of bytes
+        if len(found) != 1:
+            several = f"several tokenizers ({', '.join(found)})" if found else "no tokenizer"
+            raise ValueError(
+                f"{self.folder} has {several}; name one: --tokenizer bytes, or --tokenizer"
+                " path/tokenizer.json"
+            )
+        return next(iter(found))
+
+    def restore(self) -> RestoredModel:
         """Restore the model on the mesh, see `restore_model`."""
         layout = self.run.strategy.layout
-        return restore_model(self.reader, make_model(self.run), layout, evaluated=evaluated)
+        return restore_model(self.reader, make_model(self.run), layout, evaluated=self.given.evaluated)
+
+
+def use_model(command: str, kind: type[SavedOptions], arguments: Sequence[str], use: Any) -> int:
+    """Parse and check the options of a command that uses a trained model, call `use` with them; return 0."""
+    flags_text = set_xla_flags(arguments)
+    options: Any = tyro.cli(kind, args=list(arguments), prog=f"shardtrain {command}")
+    options.check()
+    with cache_programs(flags_text):
+        use(options)
+    return 0
 
 
 def open_run(given: SavedOptions) -> SavedRun:
@@ -132,6 +177,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     names = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items())
     terminal.err(f"step {reader.step} of {path.folder.parent} on mesh {names}\n")
     return SavedRun(
+        given=given,
         reader=reader,
         folder=path.folder.parent,
         options=options,
@@ -140,13 +186,6 @@ def open_run(given: SavedOptions) -> SavedRun:
         is_encoder_decoder=isinstance(run.model, _find_class(PAIR)),
         takes_cache=isinstance(run.model, _find_class(DECODER) | _find_class(PAIR)),
     )
-
-
-def round_rows(restored: RestoredModel, batch: int) -> int:
-    """Return the rows of a batch, rounded up so that every device has the same number of rows."""
-    sizes = restored.placement.mesh.shape
-    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
-    return -(-batch // shards) * shards
 
 
 def _make_model(run: str, named: str | None, own: dict[str, Any]) -> Any:
@@ -176,19 +215,6 @@ def _make_model(run: str, named: str | None, own: dict[str, Any]) -> Any:
 def _find_class(name: str) -> Any:
     module, _, kind = name.partition(":")
     return getattr(import_module(module), kind)
-
-
-def find_seq(saved: SavedRun) -> int:
-    """Return the number of positions of the model; if it has no such option, of the data.
-
-    Raises:
-      ValueError: neither is known.
-    """
-    data = saved.options.get("data.seq")
-    found = getattr(saved.run.model, "seq", None) or data
-    if not isinstance(found, int):
-        raise ValueError("the number of positions of the model is not known: neither model nor data have seq")
-    return found
 
 
 def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
@@ -234,39 +260,14 @@ def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:
     return own if own and fits else {axes.DATA: -1}
 
 
-def choose_tokenizer(saved: SavedRun, given: str | None) -> str:
-    """Return the name of a run's tokenizer: `bytes`, or the path of a tokenizer.json or of its folder.
-
-    Args:
-      saved: the run.
-      given: the name, if an option gives it.
-
-    Raises:
-      ValueError: no tokenizer or several are known.
-    """
-    if given is not None:
-        return given
-    found = {str(name): None for name in _list_tokenizers(saved)}
-    if not found and getattr(saved.run.model, "vocab", None) == 256:
-        found = {BYTES: None}  # the vocabulary of bytes
-    if len(found) != 1:
-        several = f"several tokenizers ({', '.join(found)})" if found else "no tokenizer"
-        raise ValueError(
-            f"{saved.folder} has {several}; name one: --tokenizer bytes, or --tokenizer path/tokenizer.json"
-        )
-    return next(iter(found))
-
-
-def _list_tokenizers(saved: SavedRun) -> list[Any]:
+def _list_tokenizers(folder: Path, options: Mapping[str, Any]) -> list[Any]:
     """Return the tokenizers in a run's folder, or else the ones that the options of its data name."""
-    if (saved.folder / TOKENIZER / TOKENIZER_FILE).is_file():
-        return [saved.folder / TOKENIZER]
-    made = sorted(
-        {read_bytes(path): path for path in saved.folder.glob(f"tokens-*/{TOKENIZER_FILE}")}.values()
-    )
+    if (folder / TOKENIZER / TOKENIZER_FILE).is_file():
+        return [folder / TOKENIZER]
+    made = sorted({read_bytes(path): path for path in folder.glob(f"tokens-*/{TOKENIZER_FILE}")}.values())
     if made:
         return made
-    data = {name: value for name, value in saved.options.items() if name.startswith("data.")}
+    data = {name: value for name, value in options.items() if name.startswith("data.")}
     paths = [Path(each) for name, of in data.items() if name.endswith(".paths") for each in of or ()]
     folders = [read_manifest(path).tokenizer for path in paths if (path / MANIFEST).is_file()]
     return folders or [

@@ -9,9 +9,8 @@ from dataclasses import replace
 from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, first_ranks, merge_rows
 from shardtrain.doctor.devices import find_visible, wants_cpu
 from shardtrain.doctor.start import is_compatible, run_child
-from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, find_pmi
-from shardtrain.islands.mpi_library import find_vendor, library_environment, list_not_installed
+from shardtrain.islands.mpi_library import cuda_aware, find_vendor, library_environment, list_not_installed
 from shardtrain.launch.mpi import find_mpiexec
 from shardtrain.system.host import list_gpu_files
 from shardtrain.system.untrusted_data import parse_count

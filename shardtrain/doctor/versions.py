@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardtrain.doctor.check import Facts, RankContext, RankFacts, Row, merge_rows
-from shardtrain.islands.agreement import disagreement
+from shardtrain.islands.agreement import disagreement, flags, versions
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
-from shardtrain.islands.rank_facts import flags, versions
 from shardtrain.system.excerpts import some
 from shardtrain.system.host import system_facts
 

@@ -1,6 +1,6 @@
 """Make any model compute in the dtype of an option; its parameters keep their dtype.
 
-Next: `remat.py`, another option of a strategy that changes a model; `train_step/loss_scale.py`, which float16
+Next: `remat.py`, another option of a strategy that changes a model; `train_step/state.py`, which float16
 needs.
 """
 

@@ -1,14 +1,15 @@
 """The dependency boundary to MPI: collectives of arrays over mpi4jax, all-gathers of values over mpi4py.
 
-mpi4jax moves arrays inside a compiled program of one device; mpi4py all-gathers small values on its own
-communicators. Next: `transfer.py`, which moves arrays between a mesh and these collectives.
+mpi4jax moves arrays inside a compiled program of one device; mpi4py all-gathers small values, and sends
+heartbeats, on its own communicators. Next: `transfer.py`, which moves arrays between a mesh and these
+collectives.
 """
 
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
@@ -259,10 +260,8 @@ class Control:
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
-        status, wait = (
-            MPI.Status(),
-            RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3),
-        )
+        wait = RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3)
+        status = MPI.Status()
         # receive from whoever sends; record the missing ranks, report them once, and give up in the end
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -322,3 +321,47 @@ def end_all(code: int) -> NoReturn:
     wait_until_read()
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+class HeartbeatChannel:
+    """The channel of heartbeats between rank 0 and every other rank, on a separate communicator.
+
+    Nothing waits: no message is sent while an earlier one with its tag is still under way to the rank. The
+    constructor is a collective call of all ranks.
+
+    Args:
+      comm: the communicator of all ranks; it is duplicated.
+    """
+
+    def __init__(self, comm: "MPI.Comm") -> None:
+        self._comm = comm.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._under_way: dict[tuple[int, int], tuple[MPI.Request, bytes]] = {}
+
+    @property
+    def partners(self) -> list[int]:
+        """The ranks with which this one exchanges heartbeats."""
+        return [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else [0]
+
+    def send(self, rank: int, tag: int, data: bytes = b"") -> None:
+        """Send a message to a rank, unless the last one with this tag is still under way to it."""
+        before = self._under_way.get((rank, tag))
+        if before is None or before[0].Test():
+            self._under_way[rank, tag] = (self._comm.Isend(data, rank, tag), data)
+
+    def received(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (rank, tag, data) of every message that has arrived."""
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            data = bytearray(status.Get_count(MPI.BYTE))
+            rank, tag = status.source, status.tag
+            self._comm.Recv(data, rank, tag)
+            yield rank, tag, bytes(data)
+
+    def is_all_sent(self) -> bool:
+        """Return whether no message is under way."""
+        return all(request.Test() for request, _ in self._under_way.values())
+
+    def end_all(self, code: int) -> None:
+        """End every rank."""
+        end_all(code)

@@ -16,8 +16,8 @@ import tomli_w
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.islands.sections import OF_ISLANDS, range_text
 from shardtrain.system.excerpts import short
+from shardtrain.system.host import parse_ranges
 from shardtrain.system.untrusted_data import read_toml
 
 KEY, LINK = "islands", "link_gb_per_second"
@@ -277,3 +277,28 @@ def _parse_kind(table: Mapping[str, Any]) -> IslandKind:
         problems.append(f"device is {device!r}; write a table, device = {{ name = ... }}")
     refuse("this kind of islands cannot be read", problems)
     return IslandKind(**{**table, "device": None if device is None else ClusterDevice(**device)})
+
+
+OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
+"""Fields of a strategy in which islands may differ."""
+
+
+def island_numbers(name: str) -> set[int] | None:
+    """Parse numbers and ranges of islands; None if the text has another form.
+
+    >>> island_numbers("0,2-4"), island_numbers("*V100*")
+    ({0, 2, 3, 4}, None)
+    """
+    name = name.replace(" ", "")
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
+        return None
+    return set(parse_ranges(name))
+
+
+def range_text(first: int, count: int) -> str:
+    """Format a range of consecutive islands.
+
+    >>> range_text(2, 3), range_text(5, 1)
+    ('2-4', '5')
+    """
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"

@@ -1,7 +1,7 @@
 """Send and receive arrays between pipeline stages over MPI; sends never block, so no task order deadlocks.
 
 A thread takes arrays from a queue, sends each and drives MPI until it has arrived, so that messages of any
-size arrive while the stage computes. Next: `train_step/stage_executor.py`.
+size arrive while the stage computes. Next: `train_step/stage_compute.py`.
 """
 
 import queue
@@ -85,20 +85,16 @@ class Mailbox:
         """
         ranks = self._ranks[source : source + 1]
         with self._activity.at(what, waits=True, waits_for=ranks, kind="stages"):
-            return self._wait_and_receive(shape, dtype, source, tag, what)
-
-    def _wait_and_receive(
-        self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str
-    ) -> np.ndarray:
-        found = np.empty(tuple(shape), dtype)
-        status, wait = MPI.Status(), RankWait(what, self._names, self.patience_seconds, self._report)
-        # poll: a blocking receive could neither report a missing stage nor give up
-        while not self._comm.Iprobe(source, tag, status):
-            self._check()
-            wait.nap([source])
-        assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
-        self._comm.Recv([_view_bytes(found), MPI.BYTE], source, tag)
-        return found
+            found = np.empty(tuple(shape), dtype)
+            status, wait = MPI.Status(), RankWait(what, self._names, self.patience_seconds, self._report)
+            # poll: a blocking receive could neither report a missing stage nor give up
+            while not self._comm.Iprobe(source, tag, status):
+                self._check()
+                wait.nap([source])
+            num_bytes = status.Get_count(MPI.BYTE)
+            assert num_bytes == found.nbytes, (what, num_bytes, found.nbytes)
+            self._comm.Recv([_view_bytes(found), MPI.BYTE], source, tag)
+            return found
 
     def close(self) -> None:
         """End the thread once everything is sent, without waiting for a stuck thread."""

@@ -22,8 +22,7 @@ from shardtrain.islands.rank_environment import RankEnvironment, find_rank_envir
 from shardtrain.islands.rank_placement import PROCESSES, RankPlacement, find_placement, parse_processes
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.islands.watchdog.diagnosis import Watch
-from shardtrain.islands.watchdog.peer import Peer
+from shardtrain.islands.watchdog.diagnosis import Peer, Watch
 from shardtrain.islands.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
     if islands is None:
         host = socket.gethostname()
         return Watchdog(watch, activity, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
-    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel
+    from shardtrain.islands.bridge import HeartbeatChannel
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
     return Watchdog(watch, activity, stacks, peers, HeartbeatChannel(islands.comm))

@@ -70,10 +70,8 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
     for launcher, variables in LAUNCHERS.items():
         if not _is_started_by(variables, environ):
             continue
-        rank, size = (
-            _read_number(environ, variables.rank),
-            _read_number(environ, _size_variable(variables, environ)),
-        )
+        rank = _read_number(environ, variables.rank)
+        size = _read_number(environ, _size_variable(variables, environ))
         if not 0 <= rank < size:
             raise ValueError(f"launcher {launcher} gave rank {rank} of {size}; a rank is 0 to {size - 1}")
         local_rank, local_size = _find_local_rank(variables, environ, size)

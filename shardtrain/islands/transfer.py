@@ -91,6 +91,7 @@ class Transfer:
       activity: the activity record of this process, which records every bucket.
 
     Attributes:
+      buckets: assigns arrays to buckets, in the order of their transfer, see `BucketSizes.assign`.
       num_bytes: bytes of the arrays, after a codec, that this process has passed to MPI so far.
       bucket_times: the buckets of combiners, and the seconds of those that this process sends.
     """
@@ -108,7 +109,8 @@ class Transfer:
     ) -> None:
         self._activity = activity or ActivityRecord()
         self.mesh = mesh
-        self._sizes = BucketSizes(cap_bytes=cap_bytes, first_bytes=first_bytes, copies_first=copies_first)
+        sizes = BucketSizes(cap_bytes=cap_bytes, first_bytes=first_bytes, copies_first=copies_first)
+        self.buckets = sizes.assign
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         # MPI that takes no device memory is called with arrays on the host's CPU device
         through_host = not on_device and devices[0].platform != "cpu"
@@ -120,12 +122,6 @@ class Transfer:
         self._programs: dict[Any, Any] = {}
         self.num_bytes = 0
         self.bucket_times = BucketTimes()
-
-    def buckets(
-        self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None, *, is_stateless: bool = False
-    ) -> list[list[int]]:
-        """Assign arrays to buckets, in the order of their transfer, see `BucketSizes.assign`."""
-        return self._sizes.assign(leaves, units, is_stateless=is_stateless)
 
     def start(self, number: int, program: BucketProgram, arrays: Any, *, timed: bool = False) -> Future[Any]:
         """Start the transfer of a bucket and return at once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from shardtrain.errors.messages import refuse
-from shardtrain.islands.sections import island_numbers, range_text
+from shardtrain.islands.cluster import island_numbers, range_text
 from shardtrain.launch import batch
 from shardtrain.launch.job import Job
 from shardtrain.system.untrusted_data import parse_count

@@ -2,7 +2,7 @@
 
 A value that a part returns unchanged is sent directly from the part that computes it to the parts that read
 it, and its cotangents return the same way. So a model with skip connections or several values at a boundary
-needs no declarations. Next: `train_step/stage_executor.py`.
+needs no declarations. Next: `train_step/stage_compute.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

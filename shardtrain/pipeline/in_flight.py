@@ -1,6 +1,6 @@
 """Compute how far stages run ahead if several batches are in a pipeline at the same time. No jax.
 
-Next: `train_step/sync/unflushed_waves.py`, which runs these batches.
+Next: `train_step/sync/waves.py`, which runs these batches.
 """
 
 

@@ -7,8 +7,8 @@ lock.
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 LOCK = ".lock"
@@ -59,6 +59,22 @@ def hold_lock(folder: Path, *, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+@contextmanager
+def hold_locks(folders: Iterable[Path], if_held: str, *, shared: bool = False) -> Iterator[None]:
+    """Hold the locks of several folders within this context, see `hold_lock`.
+
+    Raises:
+        ValueError: another process holds one of them; `if_held` says what to do.
+    """
+    try:
+        with ExitStack() as stack:
+            for folder in folders:
+                stack.enter_context(hold_lock(folder, shared=shared))
+            yield
+    except LockHeld:
+        raise ValueError(if_held) from None
 
 
 def _open(path: Path) -> int | None:

@@ -18,17 +18,16 @@ from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, li
 from shardtrain.functional.loss import Batch
 from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.drift import (
+    RoundMerge,
     make_local_update,
     make_own_params,
-    merge_fragment,
+    make_round_merges,
     merge_rounds,
     replace_item,
-    select_combined,
-    send,
 )
 from shardtrain.train_step.gradients import ReplicaMeans, expand_dims_like
 from shardtrain.train_step.placement import Placement, constrain
-from shardtrain.train_step.state import Metrics, State, init_local, split_fragments
+from shardtrain.train_step.state import Metrics, State, init_local
 
 
 def make_delta_update(
@@ -117,9 +116,7 @@ class _MeshRounds:
     def __init__(self, placement: Placement, last_step: int) -> None:
         specs, self._synchronisation = placement.specs, placement.synchronisation
         self._placement, self._last_step = placement, last_step
-        self._rounds = self._synchronisation.rounds
-        self._fragments = split_fragments(self._synchronisation, specs)
-        self._stacked = find_stacked_paths(specs.arrays, specs.sharded)
+        self._rounds = make_round_merges(self._synchronisation, specs, lead=1)
         # metrics (L,) have an entry for each parameter; those of several rounds are not returned
         self._whole = len(self._rounds) == 1
         self._entries = list_combined_entries(specs)[1] if self._whole else None
@@ -136,38 +133,44 @@ class _MeshRounds:
         trigger, (state, _) = self._synchronisation.trigger, s
         if trigger is None:
             return True
-        params = self._fragments[number].take(state.params)
-        deltas = self._fragments[number].take(state.local.drift, lead=1)
+        fragment = self._rounds[number].fragment
+        params, deltas = fragment.take(state.params), fragment.take(state.local.drift, lead=1)
         values = jax.vmap(trigger.measure, in_axes=(0, None))(deltas, params)
         return trigger.is_due(values) | (state.step == self._last_step)
 
     def send(self, number: int, s: Found) -> Found:
         state, metrics = s
-        return state._replace(local=send(self._fragments[number], number, state.local, lead=1)), metrics
+        return state._replace(local=self._rounds[number].send(state.local)), metrics
 
     def combine(self, number: int, s: Found) -> Found:
-        (state, metrics), fragment, specs = s, self._fragments[number], self._placement.specs
-        combiner = self._rounds[number].combiner
-        deltas, counts = select_combined(fragment, number, state.local, lead=1)
-        combined, combine_state, extra = combine_replicas(
-            combiner,
-            deltas,
-            counts,
-            state.combine_state[number],
-            specs=fragment.select(specs.sharded),
-            stacked=self._stacked & fragment.rows.keys(),
-            mesh=self._placement.mesh,
-            entries=self._entries,
+        (state, metrics), own = s, self._rounds[number]
+        deltas, counts = own.select(state.local)
+        combined, combine_state, extra = combine_round(
+            own, deltas, counts, state.combine_state[number], self._placement, self._entries
         )
-        outer = self._synchronisation.outer_optimizer
-        params, local, outer_state = merge_fragment(
-            fragment, number, combiner, outer, state.params, state.local, state.outer_state, combined, lead=1
-        )
+        params, local, outer_state = own.merge(state.params, state.local, state.outer_state, combined)
         combine_state = replace_item(state.combine_state, number, combine_state)
         state = state._replace(
             params=params, local=local, combine_state=combine_state, outer_state=outer_state
         )
         return state, {**metrics, **{name: x for name, x in extra.items() if self._whole or not x.ndim}}
+
+
+def combine_round(
+    own: RoundMerge, values: Any, counts: jax.Array, combine_state: Any, placement: Placement, entries: Any
+) -> tuple[Any, Any, Metrics]:
+    """Combine what the replicas of a mesh have of a round, see `combine.replicas.combine_replicas`."""
+    specs = placement.specs
+    return combine_replicas(
+        own.combiner,
+        values,
+        counts,
+        combine_state,
+        specs=own.fragment.select(specs.sharded),
+        stacked=find_stacked_paths(specs.arrays, specs.sharded) & own.fragment.rows.keys(),
+        mesh=placement.mesh,
+        entries=entries,
+    )
 
 
 def _add_common_drift(placement: Placement, state: State) -> State:

@@ -7,6 +7,7 @@ functions are pure, for use inside jit, and are shared by meshes (`delta_step.py
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from shardtrain.combine.combiner import Combiner
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.optim.optimizer_state import make_storable
-from shardtrain.train_step.state import Local
+from shardtrain.train_step.state import Local, split_fragments
 
 
 def add_drift(params: Any, drift: Any) -> Any:
@@ -108,109 +109,100 @@ def merge_rounds(synchronisation: Synchronisation, rounds: Rounds, step: Any, la
     return s
 
 
-def merge_fragment(
-    fragment: Fragment,
-    number: int,
-    combiner: Combiner,
-    outer: optax.GradientTransformation | None,
-    params: Any,
-    local: Local,
-    outer_state: Any,
-    combined: Any,
-    lead: int = 0,
-) -> tuple[Any, Local, Any]:
-    """Give a combined delta to the outer optimizer, and continue from the result.
+@dataclass(frozen=True, eq=False)
+class RoundMerge:
+    """The arithmetic of one round of a merge.
 
     Args:
-      fragment: the part of the parameters that was combined.
       number: the number of the round.
-      combiner: the combiner of the round; if its value is not common, it becomes the replica's drift.
-      outer: the outer optimizer; None adds the delta to the parameters.
-      params: all common parameters.
-      local: what a replica changed.
-      outer_state: the outer optimizer's state of all rounds.
-      combined: path -> combined delta of the fragment.
-      lead: number of leading dims of `local`, such as a dim of replicas.
-
-    Returns:
-      (all parameters, `local` after the round, the outer optimizer's state of all rounds).
+      fragment: the part of the parameters that it combines.
+      combiner: its combiner; a value that is not common becomes the replica's drift.
+      outer: the outer optimizer; None adds the combined delta to the parameters.
+      lead: number of leading dims of what a replica changed, such as a dim of replicas.
     """
-    local = next_round(fragment, number, local, lead)
-    if not combiner.is_common:
-        drift = jax.tree.map(jnp.add, fragment.take(local.drift, lead), combined)
-        return params, local._replace(drift=fragment.put(local.drift, drift, lead)), outer_state
-    params, outer_state = apply_combined(fragment, number, outer, params, outer_state, combined)
-    return params, local, outer_state
+
+    number: int
+    fragment: Fragment
+    combiner: Combiner
+    outer: optax.GradientTransformation | None
+    lead: int = 0
+
+    def send(self, local: Local) -> Local:
+        """Record in `local` that the changes are being sent, in a synchronisation with overlap."""
+        sent = self.fragment.put(local.sent, self.fragment.take(local.drift, self.lead), self.lead)
+        return local._replace(
+            count=local.count.at[..., self.number].set(0),
+            sent=sent,
+            sent_count=local.sent_count.at[..., self.number].set(local.count[..., self.number]),
+        )
+
+    def select(self, local: Local) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return path -> the changes that are combined next, and their number of examples.
+
+        With overlap they are the sent changes, otherwise all changes.
+        """
+        if not jax.tree.leaves(local.sent):
+            return self.fragment.take(local.drift, self.lead), local.count[..., self.number]
+        counts = local.sent_count[..., self.number]
+        return self.fragment.take(local.sent, self.lead), jnp.maximum(counts, 0)
+
+    def merge(self, params: Any, local: Local, outer_state: Any, combined: Any) -> tuple[Any, Local, Any]:
+        """Give a combined delta to the outer optimizer, and continue from the result.
+
+        Args:
+          params: all common parameters.
+          local: what a replica changed.
+          outer_state: the outer optimizer's state of all rounds.
+          combined: path -> combined delta of the fragment.
+
+        Returns:
+          (all parameters, `local` after the round, the outer optimizer's state of all rounds).
+        """
+        local = self._remove_combined(local)
+        if not self.combiner.is_common:
+            drift = jax.tree.map(jnp.add, self.fragment.take(local.drift, self.lead), combined)
+            drift = self.fragment.put(local.drift, drift, self.lead)
+            return params, local._replace(drift=drift), outer_state
+        params, outer_state = self.apply(params, outer_state, combined)
+        return params, local, outer_state
+
+    def apply(self, params: Any, outer_state: Any, combined: Any) -> tuple[Any, Any]:
+        """Return (all parameters, the outer optimizer's state of all rounds) after a common delta."""
+        before = self.fragment.take(params)
+        updates = combined
+        if self.outer is not None:
+            against = jax.tree.map(lambda x: -x.astype(jnp.float32), combined)
+            updates, own = self.outer.update(against, outer_state[self.number], before)
+            outer_state = replace_item(outer_state, self.number, own)
+        after = jax.tree.map(
+            lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), before, updates
+        )
+        return self.fragment.put(params, after), outer_state
+
+    def _remove_combined(self, local: Local) -> Local:
+        """Remove the combined changes from what a replica changed."""
+        fragment, lead = self.fragment, self.lead
+        drift = fragment.take(local.drift, lead)
+        if not jax.tree.leaves(local.sent):
+            rest = jax.tree.map(jnp.zeros_like, drift)
+            count = local.count.at[..., self.number].set(0)
+            return local._replace(drift=fragment.put(local.drift, rest, lead), count=count)
+        sent = fragment.take(local.sent, lead)
+        rest = jax.tree.map(jnp.subtract, drift, sent)
+        return local._replace(
+            drift=fragment.put(local.drift, rest, lead),
+            sent=fragment.put(local.sent, jax.tree.map(jnp.zeros_like, sent), lead),
+            sent_count=local.sent_count.at[..., self.number].set(-1),
+        )
 
 
-def apply_combined(
-    fragment: Fragment,
-    number: int,
-    outer: optax.GradientTransformation | None,
-    params: Any,
-    outer_state: Any,
-    combined: Any,
-) -> tuple[Any, Any]:
-    """Give a combined delta to the outer optimizer; return all parameters and the states of all rounds.
-
-    The arguments are those of `merge_fragment`.
-    """
-    before = fragment.take(params)
-    updates = combined
-    if outer is not None:
-        against = jax.tree.map(lambda x: -x.astype(jnp.float32), combined)
-        updates, own = outer.update(against, outer_state[number], before)
-        outer_state = replace_item(outer_state, number, own)
-    after = jax.tree.map(
-        lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), before, updates
-    )
-    return fragment.put(params, after), outer_state
+def make_round_merges(synchronisation: Synchronisation, specs: Any, lead: int = 0) -> list[RoundMerge]:
+    """Make the arithmetic of all rounds of a synchronisation, for `placement.Specs` of a model."""
+    outer, fragments = synchronisation.outer_optimizer, split_fragments(synchronisation, specs)
+    rounds = enumerate(zip(fragments, synchronisation.rounds, strict=True))
+    return [RoundMerge(number, part, each.combiner, outer, lead) for number, (part, each) in rounds]
 
 
 def replace_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
     """Return a tuple with one item replaced."""
     return (*items[:number], item, *items[number + 1 :])
-
-
-def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
-    """Record in `local` that the changes of a fragment are being sent, in a synchronisation with overlap.
-
-    Args:
-      fragment: the part of the parameters.
-      number: the number of the round.
-      local: what a replica changed.
-      lead: number of leading dims of `local`, such as a dim of replicas.
-    """
-    return local._replace(
-        count=local.count.at[..., number].set(0),
-        sent=fragment.put(local.sent, fragment.take(local.drift, lead), lead),
-        sent_count=local.sent_count.at[..., number].set(local.count[..., number]),
-    )
-
-
-def select_combined(
-    fragment: Fragment, number: int, local: Local, lead: int = 0
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return path -> the changes of a fragment that are combined next, and their number of examples.
-
-    With overlap they are the sent changes, otherwise all changes. The arguments are those of `send`.
-    """
-    if not jax.tree.leaves(local.sent):
-        return fragment.take(local.drift, lead), local.count[..., number]
-    return fragment.take(local.sent, lead), jnp.maximum(local.sent_count[..., number], 0)
-
-
-def next_round(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
-    """Remove the combined changes of a fragment from `local`; the arguments are those of `send`."""
-    drift = fragment.take(local.drift, lead)
-    if not jax.tree.leaves(local.sent):
-        rest = jax.tree.map(jnp.zeros_like, drift)
-        count = local.count.at[..., number].set(0)
-        return local._replace(drift=fragment.put(local.drift, rest, lead), count=count)
-    sent = fragment.take(local.sent, lead)
-    rest = jax.tree.map(jnp.subtract, drift, sent)
-    return local._replace(
-        drift=fragment.put(local.drift, rest, lead),
-        sent=fragment.put(local.sent, jax.tree.map(jnp.zeros_like, sent), lead),
-        sent_count=local.sent_count.at[..., number].set(-1),
-    )

@@ -22,14 +22,17 @@ from shardtrain.elastic.epoch import find_next
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.drift import apply_combined
+from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_compute import Training, make_step_alone
-from shardtrain.train_step.island_totals import select_loss_metrics
-from shardtrain.train_step.loss_scale import get_scale
-from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
-from shardtrain.train_step.state import Metrics, State, init_local, init_outer, split_fragments
-from shardtrain.train_step.update import apply_gradients, compute_gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.placement import Placement, attach_shardings, constrain, find_own_shardings
+from shardtrain.train_step.state import Metrics, State, get_scale, init_local, init_outer, split_fragments
+from shardtrain.train_step.update import (
+    apply_gradients,
+    compute_gradient_metrics,
+    keep_unless_skipped,
+    make_merge_metrics,
+)
 
 CODED = ("grads", "values")
 """What a codec sends of the sums of an exchange; losses, counts and states are sent as they are."""
@@ -184,6 +187,7 @@ class LocalStepsExchange:
         self, training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
     ) -> None:
         self._learning_rate, self._synchronisation = training.learning_rate, synchronisation
+        (self._round,) = make_round_merges(synchronisation, placement.specs)
         self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
         self._step, self._find_sums = make_step_alone(training, placement, synchronisation)
         self._zeros: Any = None
@@ -219,10 +223,9 @@ class LocalStepsExchange:
 
     def update(self, state: State, total: dict[str, Any]) -> tuple[State, Metrics]:
         """Apply the combined changes of the slots."""
-        sums, outer = total["sums"], self._synchronisation.outer_optimizer
+        sums = total["sums"]
         combined, extra = self._reduction.reduce(total)
-        fragment = self._reduction.fragment
-        params, outer_state = apply_combined(fragment, 0, outer, state.params, state.outer_state, combined)
+        params, outer_state = self._round.apply(state.params, state.outer_state, combined)
         opt_state, model_state = _average_state(total["states"], (state.opt_state, state.model_state))
         new = state._replace(
             params=params, model_state=model_state, opt_state=opt_state, outer_state=outer_state
@@ -232,10 +235,8 @@ class LocalStepsExchange:
         new = jax.tree.map(lambda n, old: jnp.where(count > 0, n.astype(old.dtype), old), new, state)
         step = find_next(state.step, self._synchronisation.every)
         metrics = {
-            **select_loss_metrics(sums),
-            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+            **make_merge_metrics(sums),
             "skipped": jnp.where(sums["steps"] > 0, 0.0, 1.0),
-            "skipped_by_islands": sums["skipped"],
             **extra,
         }
         if self._learning_rate is not None:
@@ -290,11 +291,7 @@ def add_outer_state(state: State, synchronisation: Synchronisation, placement: P
 
     shardings = find_exchange_shardings(synchronisation, placement).outer_state
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        outer = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(create, state.params),
-            shardings,
-        )
+        outer = attach_shardings(jax.eval_shape(create, state.params), shardings)
     else:
         outer = jax.jit(create, out_shardings=shardings)(state.params)
     return state._replace(outer_state=outer)

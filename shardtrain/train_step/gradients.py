@@ -16,10 +16,9 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import make_replica_sums
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, get_scale
 
 
 def make_gradients(
@@ -37,7 +36,7 @@ def make_gradients(
       (params, model_state, key, batch, first_row, scale) -> `Sums` of all replicas; every array of the batch
       has shape (microbatches, rows, ...). Gradients are sharded like `Specs.sharded`. `first_row`, a uint32
       scalar, is the index of the batch's first row if it is a part of a larger batch; `scale` is the scale of
-      the loss, see `loss_scale.py`.
+      the loss, see `state.LossScale`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = make_replica_sums(model, loss, placement)

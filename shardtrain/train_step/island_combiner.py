@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine import Combiner, MeshGroup
+from shardtrain.combine import Combiner, MeshGroup, make_combiner
+from shardtrain.functional.model import path_text
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.bucket_exchange import BucketExchange
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, attach_shardings
 
 AllGather = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> the values of all ranks."""
@@ -103,9 +104,7 @@ class IslandCombiner:
         self._buckets = []
         for number, like in enumerate(exchange.buckets, first_number):
             shapes = _find_state_and_metrics(combiner, exchange.layers(like))
-            state, metrics = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
-            )
+            state, metrics = attach_shardings(shapes, whole)
             self._buckets.append(_Bucket(number, like, state, metrics))
 
     def init(self) -> list[Any]:
@@ -193,3 +192,47 @@ def join_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Arr
         name: jnp.concatenate(values) if values[0].ndim else jnp.stack(values).mean()
         for name, values in found.items()
     }
+
+
+def _reduce(arrays: Any, group: Any) -> Any:
+    """Add up the sums, and average the model state by count; take integers from island 0."""
+    sums, model_state, count = arrays
+    leaves, structure = jax.tree.flatten(sums)
+    added = group.all_reduce(jnp.stack(leaves))
+    floats = {
+        path_text(path): x
+        for path, x in jax.tree.leaves_with_path(model_state)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    merged = make_combiner("mean").combine(floats, count, (), group).value if floats else {}
+
+    def merge(path: Any, x: jax.Array) -> jax.Array:
+        # if no island has examples there is no mean: the state stays
+        found = merged.get(path_text(path))
+        return group.broadcast(x) if found is None else jnp.where(group.all_reduce(count) > 0, found, x)
+
+    model_state = jax.tree.map_with_path(merge, model_state)
+    return jax.tree.unflatten(structure, list(added)), model_state
+
+
+def all_reduce_totals(transfer: Transfer, sums: Any, model_state: Any, count: jax.Array) -> tuple[Any, Any]:
+    """Reduce sums and the model state over islands.
+
+    Args:
+      transfer: to the other islands.
+      sums: tree of float32 scalars, which are added up.
+      model_state: the model state, which is averaged by the number of examples.
+      count: float32 scalar, this island's examples.
+
+    Returns:
+      (sums, model_state) of all islands.
+    """
+    started = transfer.start(0, _reduce, (sums, model_state, count))
+    return transfer.land(0, transfer.result(0, started), (sums, model_state))
+
+
+def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) -> Any:
+    """Average the model states of all islands by count; take integers from island 0."""
+    if not jax.tree.leaves(model_state):
+        return model_state
+    return all_reduce_totals(transfer, count, model_state, count)[1]

@@ -24,16 +24,14 @@ from shardtrain.functional.sums import Sums
 from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradient_pieces import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import Channel, CombinedTree, join_metrics
+from shardtrain.train_step.island_combiner import Channel, CombinedTree, average_model_state, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
-from shardtrain.train_step.island_totals import average_model_state, find_sum_shapes
-from shardtrain.train_step.loss_scale import get_scale
-from shardtrain.train_step.offload import offload_optimizer
-from shardtrain.train_step.placement import Placement, constrain, find_own_shardings
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.placement import Placement, attach_shardings, constrain, find_own_shardings
+from shardtrain.train_step.state import Metrics, State, get_scale, offload_optimizer
 from shardtrain.train_step.update import (
     apply_gradients,
     compute_gradient_metrics,
+    find_sum_shapes,
     keep_unless_skipped,
     make_own_update,
 )
@@ -205,19 +203,14 @@ class IslandCompute:
     def _find_landed(self, number: int, grads: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of a part's combined gradients on the mesh."""
         shardings = self.exchange.shardings[number]
-        return {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
-            for name, x in grads.items()
-        }
+        return attach_shardings(dict(grads), {name: shardings[name] for name in grads})
 
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the programs of a step: that of its own, or of the gradients and the update."""
         if self._find_sums is not None:
             return [self._step_alone.lower(state._replace(combine_state=()), batch, self.first_row)]
         gradients = self.exchange.lowered(state, batch, self.first_row)
-        found, own = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), gradients.out_info
-        )
+        found, own = attach_shardings(gradients.out_info, self._whole)
         combined = [each.shapes() for each in self.exchange.combiners]
         grads = [self._find_landed(number, each.value) for number, each in enumerate(combined)]
         found = found._replace(grads=grads)

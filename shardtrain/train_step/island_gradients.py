@@ -31,17 +31,11 @@ from shardtrain.train_step.gradient_pieces import (
     plan_pieces,
 )
 from shardtrain.train_step.island_combiner import Channel, IslandCombiner
-from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, get_scale, is_overflow
 
 Gradients = Callable[..., Sums]
 """See `gradients.make_gradients`."""
-
-
-def mask_gradients(grads: Any, count: jax.Array) -> Any:
-    """Return gradients, or zeros if this island has no examples."""
-    return jax.tree.map(lambda g: mask_without_examples(g, count), grads)
 
 
 class IslandGradients:
@@ -80,20 +74,16 @@ class IslandGradients:
             # all ranks use the pieces of rank 0
             plan = channel.all_gather("parts of the gradients", planned.pieces)[0]
             self._plan = [[GradientPiece(*piece) for piece in part] for part in plan]
-        make_combiner = partial(
-            IslandCombiner,
-            synchronisation.combiner,
-            placement,
-            channel.transfer,
-            of_sums=self.are_sums,
-            dtype=dtype,
-        )
         params = group_by_path(specs.abstract.params)
         shapes: list[dict[str, jax.ShapeDtypeStruct] | None] = [
             {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
             for part in self._plan
         ]
-        self.combiners = [make_combiner(sent) for sent in shapes or [None]]
+        combiner, transfer = synchronisation.combiner, channel.transfer
+        self.combiners = [
+            IslandCombiner(combiner, placement, transfer, sent, of_sums=self.are_sums, dtype=dtype)
+            for sent in shapes or [None]
+        ]
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
@@ -182,7 +172,8 @@ def _make_local(
         grads = jax.tree.map(lambda g: g * factor, grads)
         own = {}
         if state.loss_scale:
-            own["finite"] = jnp.isfinite(optax.tree.norm(mask_gradients(grads, found.count)))
+            counted = jax.tree.map(lambda g: mask_without_examples(g, found.count), grads)
+            own["finite"] = jnp.isfinite(optax.tree.norm(counted))
             over = placement.in_float16 & is_overflow(state.loss_scale, found.loss_sum, own["finite"])
             own["overflowed"] = jnp.float32(over)
         # what is sent is rounded here, so that 32 bits of it are never written

@@ -27,8 +27,6 @@ from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import add_leading_dim, move_pipeline, partition_specs
 from shardtrain.system.xla_flags import quick_options, step_options
-from shardtrain.train_step.loss_scale import init_loss_scale
-from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
     check_elements,
@@ -41,10 +39,12 @@ from shardtrain.train_step.state import (
     State,
     abstract_state,
     add_replicas,
+    init_loss_scale,
     init_outer,
     make_local_layout,
     new_state,
     order_stage_blocks,
+    shard_on_host,
     split_fragments,
 )
 
@@ -156,7 +156,7 @@ def make_placement(
       mesh: the mesh.
       synchronisation: how the replicas of this mesh are synchronised.
       stages: the partition of the model's blocks into stages; needed if the axis pipeline is above 1.
-      scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
+      scales_loss: whether the state has a scale of the loss, see `state.LossScale`.
       offload: "optimizer" keeps the arrays of the optimizer in host memory; "none" does not.
       schedule: see `Placement`.
       in_float16: see `Placement`.
@@ -346,8 +346,13 @@ def init_state(
 
 def restorable_state(placement: Placement) -> State:
     """Return the shapes, dtypes and shardings of the state, which `Checkpoints.restore` needs."""
+    return attach_shardings(placement.specs.abstract, placement.state)
+
+
+def attach_shardings(shapes: Any, shardings: Any) -> Any:
+    """Return the shapes and dtypes of a tree with shardings, of which one may be for a whole subtree."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        placement.specs.abstract,
-        placement.state,
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        jax.tree.broadcast(shardings, shapes),
     )

@@ -6,7 +6,7 @@ replicas.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,6 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.drift import add_drift
-from shardtrain.train_step.each_replica import map_replicas
-from shardtrain.train_step.gradient_noise import square_gradients
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]
@@ -73,7 +71,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement) -> Callabl
       collectives over replicas. `drift` is each replica's difference from params, with a leading dim over
       `data`; it is only read with local steps. `first_row` is the index of the batch's first row if it is a
       part of a larger batch. `scale` is a factor of the loss in the backward pass, by which gradients are
-      divided, see `loss_scale.py`; a pipeline ignores it.
+      divided, see `state.LossScale`; a pipeline ignores it.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
@@ -276,3 +274,76 @@ def run_over_stages(
         )(params, *arguments)
 
     return compute
+
+
+def square_gradients(grads: Any, counts: jax.Array) -> GradientSquares:
+    """Return the squared norm of each replica's gradient, for use inside jit.
+
+    Args:
+      grads: gradients of sums over examples, each array (R, ...), float32.
+      counts: float32 (R,), numbers of examples or tokens.
+
+    Returns:
+      Squares with arrays (R,).
+    """
+    norms = [jnp.square(g).reshape(len(g), math.prod(g.shape[1:])).sum(1) for g in jax.tree.leaves(grads)]
+    return GradientSquares(jnp.stack(norms).sum(0), jnp.square(counts))
+
+
+def map_replicas(
+    function: Callable[..., Any],
+    in_axes: Sequence[int | None],
+    placement: Placement,
+    axis_name: str | None = None,
+) -> Callable[..., Any]:
+    """Map the function of one replica over a dim of replicas, for use inside jit.
+
+    Args:
+      function: the function of one replica.
+      in_axes: for each argument, the dim of its arrays that counts replicas; None if there is no such dim.
+      placement: the placement of the state, whose layout has the replica axes.
+      axis_name: the name of the dim inside the function, for models with collectives over replicas.
+
+    Returns:
+      A function whose results have a leading dim of replicas.
+    """
+    replica_axes = placement.layout.replica_axes
+    if axis_name is None and all(placement.mesh.shape[axis] == 1 for axis in replica_axes):
+        return _run_only_replica(function, in_axes)
+    # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
+    mapped = jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
+    if axis_name is not None or not placement.replica_is_one_cpu or placement.in_parts:
+        return mapped
+    # every device of the axis data runs it with its own part of the dim of replicas
+    specs = [PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes.DATA) for dim in in_axes]
+    by_device = jax.shard_map(
+        _run_only_replica(function, in_axes),
+        mesh=placement.mesh,
+        axis_names={axes.DATA},
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(axes.DATA),
+        check_vma=False,
+    )
+
+    def either(*arguments: Any) -> Any:
+        # jax cannot compile a callback, such as that of jax.debug.print, where some axes are manual
+        has_callbacks = bool(jax.make_jaxpr(mapped)(*arguments).effects)
+        return (mapped if has_callbacks else by_device)(*arguments)
+
+    return either
+
+
+def _run_only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
+    """Do what vmap does over a dim of size 1, without that dim inside the function.
+
+    XLA for CPUs has much slower loops for arrays of four dims than of three dims.
+    """
+
+    def without(argument: Any, axis: int | None) -> Any:
+        return argument if axis is None else jax.tree.map(lambda x: jnp.squeeze(x, axis), argument)
+
+    def only(*arguments: Any) -> Any:
+        results = function(*(without(*each) for each in zip(arguments, in_axes, strict=True)))
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
+
+    return only

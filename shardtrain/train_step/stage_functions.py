@@ -26,9 +26,8 @@ from shardtrain.jaxpr.deferred_outputs import Deferred, defer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import add_leading_dim
-from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import split_by_replica
+from shardtrain.train_step.replica_sums import map_replicas, split_by_replica
 
 
 class TaskInputs(NamedTuple):

@@ -20,8 +20,7 @@ from shardtrain.functional.model import Tree
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.stacking import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.train_step.island_combiner import AllGather, IslandCombiner
-from shardtrain.train_step.island_totals import average_model_state
+from shardtrain.train_step.island_combiner import AllGather, IslandCombiner, average_model_state
 from shardtrain.train_step.placement import Placement
 
 if TYPE_CHECKING:
@@ -116,11 +115,6 @@ class StageSums:
         self._grid, self._mailbox, self._tag = grid, mailbox, tag
         self.requests_barrier: bool | None = None
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the stage with the highest number."""
-        return self._grid.stage == self._grid.num_stages - 1
-
     def send_up(self, name: str, tree: Any) -> Any:
         """Add numbers to the sums of later stages, send the sums to the previous stage, and return them.
 
@@ -128,30 +122,28 @@ class StageSums:
           name: what is added up, for the message if a stage is missing.
           tree: numbers, with the same structure on all stages; sums are in float64.
         """
-        leaves, structure = jax.tree.flatten(tree)
-        values, stage = np.array(leaves, np.float64), self._grid.stage
-        if not self.is_last:
-            values = values + self._receive(name, values, stage + 1)
-        if stage > 0:
-            self._mailbox.send(values, stage - 1, self._tag)
-        return jax.tree.unflatten(structure, values.tolist())
+        return self._relay(name, tree, -1)
 
     def send_down(self, name: str, tree: Any) -> Any:
         """Broadcast the numbers of the first stage to all stages; `name` and `tree` are as for `send_up`."""
-        leaves, structure = jax.tree.flatten(tree)
-        values, stage = np.array(leaves, np.float64), self._grid.stage
-        if stage > 0:
-            values = self._receive(name, values, stage - 1)
-        if not self.is_last:
-            self._mailbox.send(values, stage + 1, self._tag)
-        return jax.tree.unflatten(structure, values.tolist())
+        return self._relay(name, tree, 1)
 
     def add(self, name: str, tree: Any) -> Any:
         """Return the sums over all stages on each of them; the arguments are those of `send_up`."""
         return self.send_down(name, self.send_up(name, tree))
 
-    def _receive(self, name: str, like: np.ndarray, source: int) -> np.ndarray:
-        return self._mailbox.receive(like.shape, like.dtype, source, self._tag, f"{name} from stage {source}")
+    def _relay(self, name: str, tree: Any, step: int) -> Any:
+        """Pass numbers on to the stage `step` further; up (-1) they are added to those that arrive."""
+        leaves, structure = jax.tree.flatten(tree)
+        values, stages = np.array(leaves, np.float64), range(self._grid.num_stages)
+        source, target = self._grid.stage - step, self._grid.stage + step
+        if source in stages:
+            what = f"{name} from stage {source}"
+            arrived = self._mailbox.receive(values.shape, values.dtype, source, self._tag, what)
+            values = values + arrived if step < 0 else arrived
+        if target in stages:
+            self._mailbox.send(values, target, self._tag)
+        return jax.tree.unflatten(structure, values.tolist())
 
 
 OF_STATE = ("params/", "opt_state/", "outer_state/")

@@ -1,6 +1,6 @@
 """The compiled programs of one pipeline stage across islands: tasks, gradients, updates; who compiles first.
 
-Next: `stage_functions.py`, what is compiled; `stage_executor.py`, which calls the programs in the order of a
+Next: `stage_functions.py`, what is compiled; `stage_compute.py`, which calls the programs in the order of a
 table.
 """
 
@@ -24,7 +24,7 @@ from shardtrain.pipeline.flow import Value
 from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import AllGather, join_metrics
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, attach_shardings
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 from shardtrain.train_step.state import Metrics, State
 from shardtrain.train_step.update import (
@@ -89,11 +89,7 @@ class StagePrograms:
         """
         lowered = self._initial_sums.lower(self._step)
         compiled = lowered.compile()
-        sums = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            lowered.out_info,
-            compiled.output_shardings,
-        )
+        sums = attach_shardings(lowered.out_info, compiled.output_shardings)
         for part, forward in self._forwards.items():
             inputs = [self._find_received(value) for value in self._flow.reads[part]]
             task = self._step._replace(inputs=inputs, cotangents=[])
@@ -167,7 +163,7 @@ class StagePrograms:
             cotangents=[cotangents[value] for value in self._flow.writes[part] if value in cotangents],
         )
 
-    def to_devices(self, value: Value, array: np.ndarray) -> jax.Array:
+    def to_devices(self, array: np.ndarray) -> jax.Array:
         """Put received rows of a microbatch on this island: (R, rows, ...), sharded over its replicas."""
         array = array.reshape(self.num_replicas, -1, *array.shape[1:])
         return jax.device_put(array, self._rows)

@@ -1,4 +1,4 @@
-"""The train state: what a step reads and writes, and what a checkpoint holds.
+"""The train state: what a step reads and writes, what a checkpoint holds, what waits in host memory.
 
 Next: `placement.py` (its shardings, and its creation on the mesh), `drift.py` (which changes what differs
 between replicas), `step.py`.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from shardtrain import axes
 from shardtrain.combine.fragments import Fragment, make_fragments
@@ -148,10 +149,8 @@ def add_replicas(
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
 
     # the combiner works layer by layer, on each device's shard
-    stacked, fragments = (
-        find_stacked_paths(specs.arrays, specs.sharded),
-        split_fragments(synchronisation, specs),
-    )
+    stacked = find_stacked_paths(specs.arrays, specs.sharded)
+    fragments = split_fragments(synchronisation, specs)
     shards = (
         shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         for each in fragments
@@ -235,3 +234,132 @@ def split_fragments(synchronisation: Synchronisation, specs: Any) -> tuple[Fragm
     num_stages = 1 if specs.stages is None else specs.stages.num_stages
     fragments = make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)
     return tuple(fragments[each.fragment] for each in synchronisation.rounds)
+
+
+FIRST, LARGEST, SMALLEST = 2.0**15, 2.0**24, 2.0**-24
+GOOD_STEPS = 2000
+"""Number of finite steps in a row after which the scale is doubled."""
+
+
+class LossScale(NamedTuple):
+    """The scale of the loss of an island that computes in float16, whose gradients overflow and vanish early.
+
+    The loss is multiplied by it before the backward pass, and the gradients are divided by it. Each island
+    has its own: it is halved when its gradients are not finite, and doubled after many finite steps
+    (Micikevicius et al., "Mixed Precision Training", 2018). It is a power of two, which rounds nothing. It
+    may be below 1, as gradients are sums over tokens.
+
+    Args:
+      scale: float32 scalar.
+      good_steps: int32 scalar, steps since the scale changed.
+    """
+
+    scale: Any
+    good_steps: Any
+
+
+def init_loss_scale() -> LossScale:
+    """Return the scale before the first step."""
+    return LossScale(jnp.float32(FIRST), jnp.int32(0))
+
+
+def adjust_loss_scale(loss_scale: Any, finite: jax.Array) -> Any:
+    """Return the scale after a step.
+
+    Args:
+      loss_scale: a `LossScale`; () if the loss is not scaled, and then () is returned.
+      finite: whether this island's own gradients are finite.
+
+    >>> adjust_loss_scale(LossScale(jnp.float32(8), jnp.int32(3)), jnp.bool(False))
+    LossScale(scale=Array(4., dtype=float32), good_steps=Array(0, dtype=int32))
+    """
+    if not loss_scale:
+        return loss_scale
+    scale, good_steps = loss_scale
+    good_steps = jnp.where(finite, good_steps + 1, 0)
+    grows = good_steps >= GOOD_STEPS
+    factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
+    return LossScale(jnp.clip(scale * factor, SMALLEST, LARGEST), jnp.where(grows, 0, good_steps))
+
+
+def is_overflow(loss_scale: LossScale, loss_sum: jax.Array, finite: jax.Array) -> jax.Array:
+    """Return whether gradients may have overflowed because of the scale, so that a smaller one helps."""
+    return jnp.isfinite(loss_sum) & ~finite & (loss_scale.scale > SMALLEST)
+
+
+def get_scale(loss_scale: Any) -> Any:
+    """Return the factor of the loss; 1 if it is not scaled."""
+    return loss_scale.scale if loss_scale else 1
+
+
+HOST = "pinned_host"
+"""The kind of host memory that devices read and write directly."""
+
+
+def shard_on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
+    """Return the shardings of an optimizer's state in host memory.
+
+    Args:
+      opt_state: the shapes of the state.
+      shardings: its shardings in device memory.
+      mesh: the mesh, whose devices must support such memory.
+
+    Raises:
+      ValueError: the devices do not support it.
+    """
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+        found = f"has {', '.join(kinds)}" if kinds else "is described and not here, so has none"
+        raise ValueError(
+            f"offload is 'optimizer', which needs a memory {HOST} of the host, and {device.device_kind}"
+            f" {found}; use --offload none"
+        )
+
+    def placed(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        return sharding.with_memory_kind(HOST) if leaf.ndim else sharding
+
+    return jax.tree.map(placed, opt_state, shardings)
+
+
+def copy_to_device(opt_state: Any, shardings: Any) -> Any:
+    """Copy an optimizer's state to device memory, inside jit.
+
+    Args:
+      opt_state: the state.
+      shardings: the shardings of the state between steps.
+    """
+    if not is_offloaded(shardings):
+        return opt_state
+    return jax.device_put(opt_state, jax.tree.map(lambda s: s.with_memory_kind("device"), shardings))
+
+
+def copy_out_of_host(arrays: Any) -> Any:
+    """Copy the arrays of a pytree that are in host memory to device memory, outside jit."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")) if is_offloaded(x.sharding) else x,
+        arrays,
+    )
+
+
+def is_offloaded(shardings: Any) -> bool:
+    """Return whether any of these shardings is in host memory."""
+    return any(each.memory_kind == HOST for each in jax.tree.leaves(shardings))
+
+
+def offload_optimizer(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Wrap a function (state, ...) -> (state, metrics) to copy the optimizer's state from the host and back.
+
+    Args:
+      function: computes with all arrays in device memory.
+      shardings: the `State` of shardings between calls.
+    """
+    if not is_offloaded(shardings.opt_state):
+        return function
+
+    def call(state: Any, *rest: Any) -> Any:
+        state = state._replace(opt_state=copy_to_device(state.opt_state, shardings.opt_state))
+        state, metrics = function(state, *rest)
+        return state._replace(opt_state=jax.device_put(state.opt_state, shardings.opt_state)), metrics
+
+    return call

@@ -1,38 +1,38 @@
 """The training step of one mesh as a compiled program: gradients, combination of replicas, update.
 
 Usually the gradients of replicas are summed. Another combiner receives each replica's gradient, or its delta:
-the parameter changes that the replica's own optimizer computed. Next: `update.py`; `island_step.py`, several
-islands.
+the parameter changes that the replica's own optimizer computed. Next: `update.py`; `sync/island_step.py`,
+several islands.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
+from shardtrain.combine.replicas import list_combined_entries
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import evaluation_key, row_key, step_key
+from shardtrain.functional.rng import evaluation_key, new_key, row_key, step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.jaxpr.operators import shard_operators
+from shardtrain.jaxpr.operators import OperatorPass, run_operators, shard_operators
 from shardtrain.pipeline.schedule import forward_only
+from shardtrain.sharding.layout import Layout
 from shardtrain.system.xla_flags import mesh_options
-from shardtrain.train_step.delta_step import make_delta_update, make_merge
-from shardtrain.train_step.each_replica import map_replicas
+from shardtrain.train_step.delta_step import combine_round, make_delta_update, make_merge
+from shardtrain.train_step.drift import make_round_merges
 from shardtrain.train_step.gradients import ReplicaMeans, make_gradients, make_replica_means
-from shardtrain.train_step.loss_scale import get_scale
-from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import BoundModel, run_over_stages, split_by_replica
-from shardtrain.train_step.state import Metrics, State, split_fragments
+from shardtrain.train_step.replica_sums import BoundModel, map_replicas, run_over_stages, split_by_replica
+from shardtrain.train_step.state import Metrics, State, get_scale, offload_optimizer
 from shardtrain.train_step.update import (
     Update,
     apply_gradients,
@@ -133,25 +133,17 @@ def _make_combined_update(
     replica_means: ReplicaMeans, optimizer: optax.GradientTransformation, placement: Placement
 ) -> Callable[[State, Batch], tuple[Update, Metrics]]:
     """Make the computation of a step that combines gradients over replicas and updates once."""
-    specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     # all trained parameters are one fragment
-    (fragment,) = split_fragments(placement.synchronisation, specs)
-    stacked = find_stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
-    _, entries = list_combined_entries(specs)
+    (own,) = make_round_merges(placement.synchronisation, placement.specs)
+    _, entries = list_combined_entries(placement.specs)
 
     def combined(state: State, batch: Batch) -> tuple[Update, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
-        value, combine_state, extra = combine_replicas(
-            combiner,
-            fragment.take(means, lead=1),
-            counts,
-            state.combine_state[0],
-            specs=fragment.select(specs.sharded),
-            stacked=stacked,
-            mesh=mesh,
-            entries=entries,
+        values = own.fragment.take(means, lead=1)
+        value, combine_state, extra = combine_round(
+            own, values, counts, state.combine_state[0], placement, entries
         )
-        grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
+        grads = own.fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
         found = found._replace(grads=grads)
         metrics = compute_gradient_metrics(found)
 
@@ -240,3 +232,32 @@ def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Cal
         return jax.tree.map(lambda x: x.sum(0), found[:3])
 
     return compute
+
+
+def trace_operators(
+    model: Model, loss: Loss, batch: Mapping[str, Any], layout: Layout, mesh: Mesh | AbstractMesh
+) -> OperatorPass:
+    """Trace the loss of one replica, with the shardings of the layout, without devices.
+
+    Args:
+      model: the model.
+      loss: returns (sum, count), see `loss.Loss`.
+      batch: a microbatch of all replicas, arrays or shapes.
+      layout: the layout.
+      mesh: its mesh.
+
+    Returns:
+      What it found: `operators`, and by `check` what does not fit them.
+    """
+    num_replicas = math.prod(mesh.shape[axis] for axis in layout.replica_axes)
+    num_rows = next(iter(batch.values())).shape[0] // num_replicas
+    rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    params, model_state = jax.eval_shape(model.init, new_key(0))
+    each = OperatorPass(table=layout.operators, sizes=mesh.shape)
+
+    def compute(params: Any, model_state: Any, rows: Any) -> Any:
+        return sum_loss(loss, BoundModel(model, params, model_state, row_key(new_key(0), 0, num_rows)), rows)
+
+    with activation_rules(layout.rules_of_replica(), mesh, *layout.tracing):
+        jax.eval_shape(run_operators(compute, each), params, model_state, rows)
+    return each

@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardtrain.functional.sums import Sums
+from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer_state import make_storable, make_value_function
 from shardtrain.train_step.drift import make_local_update
-from shardtrain.train_step.gradient_noise import estimate_noise
-from shardtrain.train_step.island_totals import make_step_sums
-from shardtrain.train_step.loss_scale import adjust_loss_scale, is_overflow
 from shardtrain.train_step.placement import Placement, constrain
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import Metrics, State, adjust_loss_scale, is_overflow
 
 Update = Callable[[State], State]
 """State before a step -> state after it, in a jit."""
@@ -115,6 +112,34 @@ def compute_gradient_metrics(found: Sums) -> Metrics:
     return {**metrics, **estimate_noise(found.squares, norm, found.count)} if found.squares else metrics
 
 
+def estimate_noise(squares: GradientSquares, norm: jax.Array, count: jax.Array) -> dict[str, Any]:
+    """Estimate the true gradient and the noise of one example from one step, without bias.
+
+    Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+    https://arxiv.org/abs/1812.06162, appendix A.1. `plan/advice/noise_scale.py` smooths them over steps.
+    A gradient S_i of a sum over c_i examples has E|S_i|^2 = c_i^2 |G|^2 + c_i tr(Sigma), and so has the
+    gradient of the sum over all C examples. Both unknowns follow from these two, however unequal the c_i are.
+    A single estimate is mostly noise, and the estimate of |G|^2 may be negative: average over many steps.
+
+    Args:
+      squares: sums over all gradients S_i of the step.
+      norm: float32 scalar, the norm of the gradient of the mean over all examples.
+      count: float32 scalar, C.
+
+    Returns:
+      Name -> (value, weight): |G|^2, tr(Sigma) and C; the weight is 0 if one gradient has all examples.
+    """
+    whole = jnp.square(jnp.where(count > 0, count, 1))
+    norms, counts = squares.norms / whole, squares.counts / whole
+    # 1 / number of gradients, if these are of equally many examples
+    known = (counts > 0) & (counts < 1 - 1e-5)
+    square = (jnp.square(norm) - norms) / jnp.where(known, 1 - counts, 1)
+    trace = count * (norms - counts * square)
+    weight = jnp.float32(known)
+    found = {"gradient_square": square, "gradient_trace": trace, "gradient_batch": count}
+    return {name: (jnp.where(known, value, 0), weight) for name, value in found.items()}
+
+
 OwnUpdate = Callable[[State, Sums, jax.Array], tuple[State, Metrics]]
 """(state, sums of the batch with the gradient of the mean loss, its norm) -> (state, metrics), in a jit."""
 
@@ -149,3 +174,53 @@ def make_own_update(
         return new._replace(local=new.local._replace(sums=sums)), metrics
 
     return update
+
+
+def make_step_sums(metrics: Metrics) -> dict[str, Any]:
+    """Return the sums that are added up over local steps; all but "skipped" are 0 in a skipped step."""
+    skipped = metrics["skipped"]
+    sums = {
+        "loss_sum": metrics["loss_sum"],
+        "count": metrics["count"],
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, tuple)},
+        "squares": metrics["grad_norm"] ** 2,
+        "steps": jnp.where(metrics["count"] > 0, 1.0, 0.0),
+    }
+    return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
+
+
+def find_sum_shapes(metrics: Any) -> dict[str, Any]:
+    """Return the shapes of `make_step_sums`, for a loss with these metrics."""
+    zero = jax.ShapeDtypeStruct((), jnp.float32)
+    names = ("loss_sum", "count", "grad_norm", "skipped")
+    return jax.eval_shape(
+        make_step_sums, {**jax.tree.map(lambda _: zero, metrics), **dict.fromkeys(names, zero)}
+    )
+
+
+def add_island_sums(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) -> Metrics:
+    """Join the metrics of a local step and of its merge, with the loss of all islands if it is known.
+
+    Args:
+      metrics: the metrics of this island's step.
+      merged: the metrics of its merge; "sums" has the sums of all islands since the last merge that had them.
+      zeros: sums (see `make_step_sums`) of no steps.
+    """
+    sums = merged.pop("sums", None)
+    if sums is None:
+        return {**metrics, **select_loss_metrics(zeros), **merged}
+    return {**metrics, **make_merge_metrics(sums), **merged}
+
+
+def make_merge_metrics(sums: dict[str, Any]) -> Metrics:
+    """Return the metrics of all islands from `make_step_sums` over their steps since the last merge."""
+    return {
+        **select_loss_metrics(sums),
+        "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+        "skipped_by_islands": sums["skipped"],
+    }
+
+
+def select_loss_metrics(sums: dict[str, Any]) -> Metrics:
+    """Select the metrics of the loss from `make_step_sums`."""
+    return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

@@ -197,8 +197,8 @@ class Run:
         refuse("this run cannot be started", [*wrong_types(self), *_wrong_values(self)])
 
 
-def make_model(run: Run) -> Model:
-    """Return a run's model as pure functions, with the names, dtype and remat of the run.
+def make_model(run: Run, remat: str | None = None) -> Model:
+    """Return a run's model as pure functions, with the names, dtype and remat of the run, or another remat.
 
     Raises:
       ValueError: the value is no model, or it cannot be computed as the strategy says.
@@ -207,7 +207,7 @@ def make_model(run: Run) -> Model:
     # fields of a configuration first: once one option wraps it, it has none
     if has_dtype(model):
         model, dtype = set_compute_dtype(model, dtype), None
-    model = set_compute_dtype(apply_remat(model, run.strategy.remat), dtype)
+    model = set_compute_dtype(apply_remat(model, remat or run.strategy.remat), dtype)
     pure = convert_model(model, run.names)
     if run.strategy.layout.unnamed == "shard":
         pure = gather_unnamed(pure)

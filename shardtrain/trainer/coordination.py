@@ -12,8 +12,8 @@ import jax
 
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.islands.agreement import check_agreement
-from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands
+from shardtrain.islands.mpi_library import cuda_aware, decide_device_memory
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.pipeline.stacking import owner_groups

@@ -125,7 +125,7 @@ class ElasticRun:
         """Become a member, with the state of the others or that of the newest checkpoint.
 
         Args:
-          facts: what all islands must have in common, see `rank_facts.facts`.
+          facts: what all islands must have in common, see `agreement.facts`.
           init: makes the state before the first step.
           find_start: restores the newest checkpoint, or makes the state before the first step.
           checkpoints: the checkpoints of the run.
@@ -177,14 +177,7 @@ class ElasticRun:
         from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
 
         run, setup = self._run, self._setup
-        self._program = ElasticProgram(
-            Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
-            setup.placement,
-            self._batches,
-            self.num_slots,
-            state,
-            run.strategy.synchronisation,
-        )
+        self._program = make_program(run, setup, self._batches, self.num_slots, state)
         options = Membership(
             num_slots=self.num_slots,
             num_steps=run.steps,
@@ -356,6 +349,13 @@ class ElasticRun:
             self._output.note(text)
         elif text.startswith("joins ") or name in text:
             terminal.err(f"{name}: {text}\n")
+
+
+def make_program(run: Run, setup: RunSetup, batches: Batches, num_slots: int, state: State) -> ElasticProgram:
+    """Make what the islands of an elastic run train together, from a state."""
+    training = Training(setup.model, run.loss, setup.optimizer, setup.learning_rate)
+    synchronisation = run.strategy.synchronisation
+    return ElasticProgram(training, setup.placement, batches, num_slots, state, synchronisation)
 
 
 def mark_plain(folder: Path, step: int) -> None:

@@ -24,11 +24,10 @@ from shardtrain.optim.optimizer_state import find_evaluated_params
 from shardtrain.report.metrics import Mean
 from shardtrain.system.plain_text import read_lines
 from shardtrain.system.untrusted_data import parse_record
-from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.offload import copy_to_device
 from shardtrain.train_step.stage_compute import StageCompute
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, copy_to_device
 from shardtrain.train_step.step import make_evaluate
+from shardtrain.train_step.sync.island_step import IslandStep
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.row_shares import RowShares

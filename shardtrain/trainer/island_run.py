@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from shardtrain.errors.messages import needs_library, refuse
-from shardtrain.islands.sections import island_numbers
+from shardtrain.islands.cluster import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.elastic_exchange import find_exchange_problems, split_codec

@@ -1,13 +1,12 @@
-"""Convert a run to planner subjects and a plan to a strategy; measure or compile the step of a choice."""
+"""Convert a run to planner subjects and a plan to a strategy, also with shardings of operators."""
 
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from math import prod
 from typing import Any
 
 import jax
@@ -16,28 +15,27 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batches, RowSplit, place, split_over_islands
 from shardtrain.errors.options import write_compact
-from shardtrain.functional.model import Model
-from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.functional.model import group_by_path
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import loss_count
-from shardtrain.islands.cluster import IslandKind
-from shardtrain.islands.sections import range_text
-from shardtrain.optim.optimizer import Optimizer, make_optimizer
+from shardtrain.islands.cluster import IslandKind, range_text
+from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
-from shardtrain.plan.compile import Figures, compile_step, describe_devices, figures
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.operators.graph import Operator as PlannedOperator
+from shardtrain.plan.operators.search import LayoutSearch
 from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import RankedChoice
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.sharding.mesh import abstract_mesh, make_mesh
-from shardtrain.train_step.gradient_pieces import PartPlan
-from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_gradients import plan_parts
+from shardtrain.sharding.mesh import abstract_mesh
+from shardtrain.sharding.single_arrays import Shards
 from shardtrain.train_step.placement import init_state
-from shardtrain.train_step.step import make_step
+from shardtrain.train_step.step import make_step, trace_operators
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.setup import FIRST_POSITION, make_microbatch, make_setup
 from shardtrain.trainer.sources import make_batches
@@ -72,11 +70,12 @@ def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Su
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
     for dtype, target in dict.fromkeys(zip(dtypes, targets, strict=True)):
         # one optimizer for all remat policies: it depends only on the model's names
-        model = _model(run, dtype, None)
+        own = replace(run, strategy=replace(run.strategy, compute_dtype=dtype))
+        model = make_model(own)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         count = loss_count(model, run.loss, rows)
         found[dtype, target] = Subject(
-            model=partial(_model, run, dtype),
+            model=partial(make_model, own),
             loss=run.loss,
             optimizer=optimizer,
             batch=batch,
@@ -92,11 +91,6 @@ def _target(kind: IslandKind) -> Target:
     known = find_device(name)
     # only GPUs have programs for a single device; a single CPU is planned as several
     return Target(name, one_device=(kind.devices or 1) == 1 and known is not None and known.platform == "gpu")
-
-
-def _model(run: Run, dtype: str | None, remat: str | None) -> Model:
-    strategy = replace(run.strategy, compute_dtype=dtype, remat=remat or run.strategy.remat)
-    return make_model(replace(run, strategy=strategy))
 
 
 def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
@@ -308,83 +302,69 @@ def measure_step_seconds(run: Run, source: Any, choice: Choice) -> float:
     return statistics.median(seconds[2:])
 
 
-def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PartPlan:
-    """Plan the gradient parts that an island sends after each program of `--gradient-parts`.
+def make_operator_choice(
+    run: Run, batch: Mapping[str, jax.ShapeDtypeStruct], found: LayoutSearch
+) -> RankedChoice:
+    """Return what a search found as a choice: its layout names the operators that rules do not shard.
 
     Args:
-      run: the run with the strategy of island 0, whose parts all islands send.
-      source: its training samples, of which one is loaded.
-      sizes: axis -> size of the mesh of an island.
-    """
-    rows = make_microbatch(run, source)
-    # offloading needs devices, and changes no gradient
-    on_device = replace(run, strategy=replace(run.strategy, offload="none"))
-    parts = make_setup(on_device, num_islands=2, microbatch=rows, mesh=abstract_mesh(sizes))
-    across = run.strategy.across
-    return plan_parts(
-        make_gradients(parts.model, run.loss, parts.placement, mean=False),
-        parts.placement,
-        run.strategy.synchronisation,
-        across.reduce_dtype,
-        across.num_gradient_programs,
-        {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in rows.items()},
-    )
-
-
-def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int | None = None) -> Figures:
-    """Compile the step of a run and read its figures; the data is prepared in a temporary folder.
-
-    Args:
-      run: the run with the strategy of one island.
-      kind: the kind of devices, see `plan.compile.describe_devices`.
-      sizes: axis -> size.
-      num_rows: rows of this island, with padding; None means the whole batch.
+      run: the run.
+      batch: name -> shape and dtype.
+      found: the result of the search.
 
     Raises:
-      ValueError: unknown or too few devices, or a layout or batch that does not fit.
-      ImportError: an extra is not installed.
+      ValueError: it shards an operator that a run does not.
     """
-    mesh = make_mesh(run.strategy.layout, describe_devices(kind, math.prod(sizes.values())))
-    with TemporaryDirectory() as folder:
-        rows = make_microbatch(run, run.data.train(Path(folder)))
-    parts = make_setup(run, microbatch=rows, mesh=mesh)
-    accumulate = run.strategy.accumulate
-    num_rows = run.batch if num_rows is None else num_rows
-    if run.batch_unit == "tokens":
-        # rows of the first batch, with padding
-        split = RowSplit.of(sizes, run.strategy.layout.batch_axes, accumulate)
-        num_rows = split.pad_rows(len(rows["weights"]) * accumulate)
-    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
-    compiled = compile_step(
-        parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=accumulate
+    result, choice = found.result, found.layout.choice
+    space, model = result.best.space, make_model(run)
+    shapes = {p: x.shape for p, x in group_by_path(jax.eval_shape(model.init, new_key(0))[0]).items()}
+    mesh = abstract_mesh(axis_sizes(choice.layout.mesh, prod(choice.layout.mesh.values())))
+    operators = trace_operators(model, run.loss, batch, choice.layout, mesh).operators
+    table: dict[str, Shards] = {}
+    for lead, members in space.graph.groups.items():
+        if result.best.shardings[lead] == result.start.shardings[lead]:
+            continue
+        for number in members:
+            each = space.graph.operators[number]
+            if number == lead and each.scope not in operators:
+                raise ValueError(
+                    f"a run computes {each.scope} by code for each device, and the search would shard it;"
+                    " use the best layout"
+                )
+            if number == lead:
+                dims = operators[each.scope].dims
+            elif each.kind == "update":
+                dims = {str(n): size for n, size in enumerate(shapes[each.scope])}
+            else:
+                continue
+            pairs = zip(space.sizes, result.best.shardings[number], strict=True)
+            split = {axis: dim for axis, dim in pairs if dim and axis != axes.DATA}
+            table[each.scope] = _fit(dims, space.sizes, _list_named(each, dims, split))
+    return RankedChoice(
+        choice=replace(choice, layout=replace(choice.layout, operators=table)),
+        prediction=found.prediction,
+        fits=result.best.judged.fits,
+        change=found.change,
     )
-    return figures(compiled, sizes)
 
 
-def list_memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield (option, run with that option) for each option that may save memory.
+def _list_named(
+    each: PlannedOperator, dims: Mapping[str, int], split: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return axis -> the dims of an operator with the name that it splits; sums have the same sizes."""
+    found = {}
+    for axis, name in split.items():
+        summed = [dim for dim, size in dims.items() if dim.startswith("sum") and size == each.sizes[name]]
+        found[axis] = [str(n) for n, known in enumerate(each.result) if known == name] or summed
+    return found
 
-    Args:
-      run: the run with the strategy of one island.
-    """
-    strategy, model = run.strategy, run.model
-    remat = strategy.remat or getattr(model, "remat", None)
-    for policy in ("none", *REMAT_POLICIES):
-        if policy != remat:
-            yield f"--remat {policy}", replace(run, strategy=replace(strategy, remat=policy))
-    more = 2 * strategy.accumulate
-    yield f"--accumulate {more}", replace(run, strategy=replace(strategy, accumulate=more))
-    if strategy.accumulate > 1 and strategy.accumulate_dtype == "float32":
-        changed_strategy = replace(strategy, accumulate_dtype="bfloat16")
-        yield "--accumulate-dtype bfloat16", replace(run, strategy=changed_strategy)
-    if strategy.offload == "none":
-        yield "--offload optimizer", replace(run, strategy=replace(strategy, offload="optimizer"))
-    is_whole = is_dataclass(model) and getattr(model, "loss_chunk", 0) is None
-    if is_whole and (seq := getattr(model, "seq", None)):
-        config: Any = model
-        changed = replace(config, loss_chunk=seq)
-        yield f"--model.loss-chunk {seq}", replace(run, model=changed)
-    named = run.optimizer
-    if isinstance(named, Optimizer) and named.momentum_dtype == "float32" and named.name != "adafactor":
-        optimizer = replace(named, momentum_dtype="bfloat16")
-        yield "--optimizer.momentum-dtype bfloat16", replace(run, optimizer=optimizer)
+
+def _fit(dims: Mapping[str, int], sizes: Mapping[str, int], wanted: Mapping[str, Sequence[str]]) -> Shards:
+    """Return axis -> the first of its dims that it divides; an axis without one splits nothing."""
+    left, found = dict(dims), {}
+    for axis, options in wanted.items():
+        dim = next((dim for dim in options if dim in left and left[dim] % sizes[axis] == 0), None)
+        if dim is not None:
+            left[dim] //= sizes[axis]
+            found[axis] = dim
+    return found

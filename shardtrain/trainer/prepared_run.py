@@ -19,8 +19,8 @@ from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guard_loss
 from shardtrain.functional.model import name_arrays
 from shardtrain.functional.rng import new_key
+from shardtrain.islands.agreement import facts
 from shardtrain.islands.membership import Islands, binding
-from shardtrain.islands.rank_facts import facts
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import make_table
@@ -122,7 +122,6 @@ class PreparedRun:
             assert isinstance(batches, Batches)
             self.elastic = ElasticRun(run, folder, setup, batches, output)
             stack.callback(self.elastic.close)
-        if self.elastic is not None:
             coordination = Coordination(is_chief=self.elastic.is_chief)
         elif islands is not None and islands.placement.num_islands > 1:
             transfer, owners = make_transfers(run, setup, islands)

@@ -283,18 +283,8 @@ FREE = (
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "gradient_noise_scale"),
     "check_layout",
     *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
-    *(
-        "names.*",
-        "allow.*",
-        "start_from.*",
-        "recovery.*",
-        "data",
-        "data.*",
-        "watch.*",
-        "time_limit*",
-        "elastic.*",
-    ),
-    *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
+    *("names.*", "allow.*", "start_from.*", "recovery.*", "watch.*", "time_limit*", "elastic.*"),
+    *("data", "data.*", "loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
 )
 """Options that may differ from the checkpoint; each change is reported, and changed data is read from its
 beginning. Any other option must be the same, or be allowed by `Allow.changed`."""

@@ -318,10 +318,8 @@ def compute_row_difference(
             # parts may be equal by chance, such as in the number of rows of each class
             for trial in range(num_trials):
                 # a model may behave differently once it has counted its steps
-                state, rows = (
-                    jax.tree.map(partial(_count, 1000 * trial), model_state),
-                    _chosen(batch, trial),
-                )
+                state = jax.tree.map(partial(_count, 1000 * trial), model_state)
+                rows = _chosen(batch, trial)
                 both = zip(whole(params, state, rows), map(np.array, parts(params, state, rows)), strict=True)
                 for (total,), each in both:
                     size = np.abs(each).sum(0).max()

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, refuse_other_run
+from shardtrain.islands.agreement import flags
 from shardtrain.islands.membership import Islands
-from shardtrain.islands.rank_facts import flags
 from shardtrain.plan.space import mesh_text
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import plot_loss_curve
@@ -35,7 +35,7 @@ from shardtrain.system.atomic_write import clear_parts, open_own, replace_file
 from shardtrain.system.cgroup import limits
 from shardtrain.system.host import infiniband_links, memory_bytes, network_links, ranges_text, system_facts
 from shardtrain.system.packages import list_installed_packages
-from shardtrain.system.run_lock import LockHeld, hold_lock
+from shardtrain.system.run_lock import LockHeld, hold_lock, hold_locks
 from shardtrain.system.shown_variables import shown_variables
 from shardtrain.system.untrusted_files import read_json
 from shardtrain.trainer.console import RunConsole
@@ -70,8 +70,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-@contextmanager
-def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
+def lock_folder(folder: Path, *, shared: bool = False) -> AbstractContextManager[None]:
     """Make and lock a run's folder: two runs in one folder would delete each other's checkpoints.
 
     Islands that come and go share it.
@@ -81,17 +80,9 @@ def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
     Raises:
       ValueError: another process has the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(hold_lock(folder, shared=shared))
-            (folder / CHECKPOINTS).mkdir(exist_ok=True)
-            stack.enter_context(hold_lock(folder / CHECKPOINTS, shared=shared))
-            yield
-    except LockHeld:
-        raise ValueError(
-            f"another process is training in {folder}; wait for it, or use another --run-dir"
-        ) from None
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    text = f"another process is training in {folder}; wait for it, or use another --run-dir"
+    return hold_locks([folder, folder / CHECKPOINTS], text, shared=shared)
 
 
 def write_run_files(folder: Path, texts: Mapping[str, str], output: RunConsole) -> None:

@@ -1,19 +1,24 @@
-"""Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
+"""Make the step of several islands or stages, compare its programs, and compile it for other devices.
 
-It also formats the cut of a pipeline. Next: `train_step/island_step.py`.
+It also formats the cut of a pipeline. Next: `train_step/sync/island_step.py`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
-from shardtrain.data import Loader
+from shardtrain.data import Loader, RowSplit
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss import Batch
-from shardtrain.islands.rank_facts import program_fact
+from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.islands.agreement import program_fact
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.in_flight import format_in_flight
@@ -22,22 +27,28 @@ from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
+from shardtrain.plan.compile import Figures, compile_step, describe_devices
+from shardtrain.plan.compile import figures as read_figures
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.sharding.mesh import abstract_mesh, make_mesh
+from shardtrain.train_step.gradient_pieces import PartPlan
+from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.island_gradients import plan_parts
 from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import StageLinks
 from shardtrain.train_step.stage_programs import StageUpdate
-from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.island_step import IslandStep
+from shardtrain.train_step.sync.local_steps import make_sync
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.program_cache import find_program_folder
-from shardtrain.trainer.setup import RunSetup, make_microbatch
+from shardtrain.trainer.setup import RunSetup, make_microbatch, make_setup
 from shardtrain.trainer.waves import WaveLog, make_waves
 
 if TYPE_CHECKING:
@@ -258,3 +269,85 @@ def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
     num_stages = num_stages or run.strategy.across.partitions or 2
     cuts = make_partitions(traced, run.strategy.pipeline, num_stages, 1)
     return format_traced_cut(traced, cuts[0]).rstrip()
+
+
+def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PartPlan:
+    """Plan the gradient parts that an island sends after each program of `--gradient-parts`.
+
+    Args:
+      run: the run with the strategy of island 0, whose parts all islands send.
+      source: its training samples, of which one is loaded.
+      sizes: axis -> size of the mesh of an island.
+    """
+    rows = make_microbatch(run, source)
+    # offloading needs devices, and changes no gradient
+    on_device = replace(run, strategy=replace(run.strategy, offload="none"))
+    parts = make_setup(on_device, num_islands=2, microbatch=rows, mesh=abstract_mesh(sizes))
+    across = run.strategy.across
+    return plan_parts(
+        make_gradients(parts.model, run.loss, parts.placement, mean=False),
+        parts.placement,
+        run.strategy.synchronisation,
+        across.reduce_dtype,
+        across.num_gradient_programs,
+        {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in rows.items()},
+    )
+
+
+def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int | None = None) -> Figures:
+    """Compile the step of a run and read its figures; the data is prepared in a temporary folder.
+
+    Args:
+      run: the run with the strategy of one island.
+      kind: the kind of devices, see `plan.compile.describe_devices`.
+      sizes: axis -> size.
+      num_rows: rows of this island, with padding; None means the whole batch.
+
+    Raises:
+      ValueError: unknown or too few devices, or a layout or batch that does not fit.
+      ImportError: an extra is not installed.
+    """
+    mesh = make_mesh(run.strategy.layout, describe_devices(kind, math.prod(sizes.values())))
+    with TemporaryDirectory() as folder:
+        rows = make_microbatch(run, run.data.train(Path(folder)))
+    parts = make_setup(run, microbatch=rows, mesh=mesh)
+    accumulate = run.strategy.accumulate
+    num_rows = run.batch if num_rows is None else num_rows
+    if run.batch_unit == "tokens":
+        # rows of the first batch, with padding
+        split = RowSplit.of(sizes, run.strategy.layout.batch_axes, accumulate)
+        num_rows = split.pad_rows(len(rows["weights"]) * accumulate)
+    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
+    compiled = compile_step(
+        parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=accumulate
+    )
+    return read_figures(compiled, sizes)
+
+
+def list_memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yield (option, run with that option) for each option that may save memory.
+
+    Args:
+      run: the run with the strategy of one island.
+    """
+    strategy, model = run.strategy, run.model
+    remat = strategy.remat or getattr(model, "remat", None)
+    for policy in ("none", *REMAT_POLICIES):
+        if policy != remat:
+            yield f"--remat {policy}", replace(run, strategy=replace(strategy, remat=policy))
+    more = 2 * strategy.accumulate
+    yield f"--accumulate {more}", replace(run, strategy=replace(strategy, accumulate=more))
+    if strategy.accumulate > 1 and strategy.accumulate_dtype == "float32":
+        changed_strategy = replace(strategy, accumulate_dtype="bfloat16")
+        yield "--accumulate-dtype bfloat16", replace(run, strategy=changed_strategy)
+    if strategy.offload == "none":
+        yield "--offload optimizer", replace(run, strategy=replace(strategy, offload="optimizer"))
+    is_whole = is_dataclass(model) and getattr(model, "loss_chunk", 0) is None
+    if is_whole and (seq := getattr(model, "seq", None)):
+        config: Any = model
+        changed = replace(config, loss_chunk=seq)
+        yield f"--model.loss-chunk {seq}", replace(run, model=changed)
+    named = run.optimizer
+    if isinstance(named, Optimizer) and named.momentum_dtype == "float32" and named.name != "adafactor":
+        optimizer = replace(named, momentum_dtype="bfloat16")
+        yield "--optimizer.momentum-dtype bfloat16", replace(run, optimizer=optimizer)

@@ -32,7 +32,7 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.stage_links import PipelineGrid
-from shardtrain.train_step.traced_operators import trace_operators
+from shardtrain.train_step.step import trace_operators
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (

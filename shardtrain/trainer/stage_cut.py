@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from shardtrain.axes import DATA, FSDP, TENSOR
 from shardtrain.errors.messages import refuse
+from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.rng import new_key
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.block_costs import BACKWARD, model_costs
@@ -323,22 +324,17 @@ def flops_per_second(traced: ChainTrace, clock: Callable[[], float] = time.perf_
     entering = traced.entering
     for before in range(0 if traced.chain.stacked else number):
         entering = jax.eval_shape(partial(traced.run, before), traced.block(before), entering)
-    block, activations = jax.tree.map(_values, (traced.block(number), entering))
-    leaves, structure = jax.tree.flatten(activations)
-    is_float = [_is_float(x) for x in leaves]
+    inputs = jax.tree.map(_values, (traced.block(number), entering))
 
-    def total(block: Any, floats: list[jax.Array]) -> jax.Array:
-        left = iter(floats)
-        given = [next(left) if yes else x for x, yes in zip(leaves, is_float, strict=True)]
-        found = jax.tree.leaves(traced.run(number, block, jax.tree.unflatten(structure, given)))
-        return sum((jnp.square(x.astype(jnp.float32)).sum() for x in found if _is_float(x)), jnp.float32(0))
+    def total(inputs: Any) -> tuple[jax.Array, tuple[()]]:
+        found = filter(_is_float, jax.tree.leaves(traced.run(number, *inputs)))
+        return sum((jnp.square(x.astype(jnp.float32)).sum() for x in found), jnp.float32(0)), ()
 
-    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
-    floats = [x for x, yes in zip(leaves, is_float, strict=True) if yes]
-    jax.block_until_ready(gradients(block, floats))  # compiles
+    gradients = jax.jit(value_and_grad(total))
+    jax.block_until_ready(gradients(inputs))  # compiles
     runs, seconds, start = 0, 0.0, clock()
     while runs < LEAST_RUNS or seconds < LEAST_SECONDS:
-        jax.block_until_ready(gradients(block, floats))
+        jax.block_until_ready(gradients(inputs))
         runs, seconds = runs + 1, clock() - start
     return (1 + BACKWARD) * costs[number] * runs / seconds
 

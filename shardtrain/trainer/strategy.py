@@ -17,8 +17,8 @@ from shardtrain.errors.field_types import fits, wrong_types
 from shardtrain.errors.messages import near, refuse
 from shardtrain.errors.options import CompactOptions, write_compact
 from shardtrain.functional.remat_counts import RematCounts, Remats
+from shardtrain.islands.cluster import OF_ISLANDS, island_numbers
 from shardtrain.islands.options import Across
-from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.sharding.layout import Layout

@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import path_text
-from shardtrain.train_step.offload import copy_out_of_host
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, copy_out_of_host
 from shardtrain.trainer.coordination import Coordination
 
 

@@ -3,6 +3,7 @@
 See docs/trained_model.md.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
@@ -180,6 +181,11 @@ class RestoredModel(NamedTuple):
     model: Model
     placement: Placement
     state: State
+
+    def round_rows(self, batch: int) -> int:
+        """Return the rows of a batch, rounded up so that every device has the same number of rows."""
+        shards = math.prod(self.placement.mesh.shape[axis] for axis in self.placement.layout.batch_axes)
+        return -(-batch // shards) * shards
 
     @property
     def apply(self) -> jax.tree_util.Partial:

@@ -8,15 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.model import Model
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.plan.devices import TERA, Device, find_device
+from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
 from shardtrain.train_step.stage_links import PipelineGrid
@@ -265,17 +266,12 @@ def count_row_flops(run: Run, batch: Mapping[str, Any]) -> float:
       run: the run.
       batch: name -> array (rows, ...), any rows of a batch.
     """
-    from shardtrain.plan.subject import Subject  # only runs with MFU import the planner
-
     # cuDNN's attention is one call, whose flops no trace shows
     config: Any = run.model
     is_fused = getattr(config, "attention", None) == "cudnn"
     config = replace(config, attention="xla") if is_fused else config
 
-    def model(remat: str | None) -> Model:
-        strategy = replace(run.strategy, remat=remat or run.strategy.remat)
-        return make_model(replace(run, model=config, strategy=strategy))
-
+    model = partial(make_model, replace(run, model=config))
     shapes = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     # silent: the step may use another attention than this trace
     with noting(lambda text: None):

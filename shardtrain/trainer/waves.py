@@ -17,8 +17,7 @@ from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
-from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import BarrierSchedule, Waves, WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, UnflushedWaves, Waves, WaveWorker
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS
 from shardtrain.trainer.evaluation import round_evaluation_interval

@@ -12,7 +12,7 @@ from case import Case
 import shardtrain as st
 from shardtrain.functional.model import group_by_path
 from shardtrain.functional.rng import new_key
-from shardtrain.train_step.traced_operators import trace_operators
+from shardtrain.train_step.step import trace_operators
 from shardtrain.trainer.config import Run, make_model
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))

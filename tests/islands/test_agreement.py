@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.islands import rank_facts
-from shardtrain.islands.agreement import check_agreement, disagreement
-from shardtrain.islands.rank_facts import (
+from shardtrain.islands import agreement
+from shardtrain.islands.agreement import (
     FREE,
     JAX_OPTIONS,
     PACKAGES,
+    check_agreement,
+    disagreement,
     facts,
     flags,
     program_fact,
@@ -153,7 +154,7 @@ def test_a_package_that_is_not_there_is_a_fact_too(monkeypatch):
     def no_version(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(rank_facts.metadata, "version", no_version)
+    monkeypatch.setattr(agreement.metadata, "version", no_version)
     assert versions()["versions/mpi4jax"] is None
 
 
@@ -178,7 +179,7 @@ def test_options_of_jax_are_facts():
     found = flags({})
     for name in JAX_OPTIONS:
         assert hasattr(jax.config, name), name
-        assert found[f"flags/{name}"] == rank_facts._plain(getattr(jax.config, name))
+        assert found[f"flags/{name}"] == agreement._plain(getattr(jax.config, name))
     assert type(found["flags/jax_threefry_partitionable"]) is bool
     with jax.numpy_dtype_promotion("strict"):
         assert diff(found, flags({})) == [

@@ -41,7 +41,7 @@ from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import make_placement, restorable_state
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_step
-from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.local_steps import make_sync
 
 FULL = "full" in sys.argv[1:]
 

@@ -11,7 +11,7 @@ import numpy as np
 from island_runs import IS_FIRST, make_run, make_train
 
 from shardtrain.islands.options import Across
-from shardtrain.train_step.sync.every_step import EveryStep
+from shardtrain.train_step.sync.local_steps import EveryStep
 from shardtrain.trainer import evaluation, row_shares
 from shardtrain.trainer.strategy import Strategy
 

@@ -35,8 +35,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
-from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import BarrierSchedule, WaveWorker
+from shardtrain.train_step.sync.waves import BarrierSchedule, UnflushedWaves, WaveWorker
 
 IN_FLIGHT, EVERY = int(sys.argv[1]), int(sys.argv[2])
 STEPS, DRAINED, STAGES, MICROBATCHES = 14, 8, 2, 2

@@ -34,12 +34,12 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.stage_executor import StageExecutor
+from shardtrain.train_step.stage_compute import StageExecutor
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_evaluate, make_step
-from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.local_steps import make_sync
 
 FULL = "full" in sys.argv[2:]
 ROWS, SEQ, VOCAB = 40, 16, 32

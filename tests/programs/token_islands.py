@@ -14,7 +14,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.stragglers import StepTimer
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.sync.every_step import EveryStep
+from shardtrain.train_step.sync.local_steps import EveryStep
 from shardtrain.trainer.strategy import Strategy
 
 FOLDER, SHARES, DEVICES, MICROBATCHES = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])

@@ -82,9 +82,8 @@ ALLOWED = {
     "shardtrain/islands/binding.py": {".read_text": SYSTEM},
     "shardtrain/islands/bridge.py": {"json.loads": RANKS},
     "shardtrain/islands/membership.py": {".read_text": SYSTEM, ".unlink": "shared memory that this job made"},
-    "shardtrain/islands/rank_facts.py": {"json.loads": OWN},
-    "shardtrain/islands/watchdog/diagnosis.py": {"json.loads": RANKS},
-    "shardtrain/islands/watchdog/peer.py": {".read_text": SYSTEM},
+    "shardtrain/islands/agreement.py": {"json.loads": OWN},
+    "shardtrain/islands/watchdog/diagnosis.py": {".read_text": SYSTEM, "json.loads": RANKS},
     "shardtrain/islands/watchdog/step_file.py": {
         ".read_bytes": RANKS, "mmap.mmap": "a file that this rank makes", "os.open": "with O_NOFOLLOW",
     },

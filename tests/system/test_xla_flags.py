@@ -12,7 +12,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.cli import compilation
 from shardtrain.cli.compilation import set_xla_flags
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.rank_facts import flags
+from shardtrain.islands.agreement import flags
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import PRESETS, apply_preset, preset_text, quick_options

@@ -12,8 +12,8 @@ from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.replica_sums import map_replicas
 
 MODEL = convert_model(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
 

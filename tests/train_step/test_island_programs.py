@@ -16,7 +16,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.rank_facts import program_hash
+from shardtrain.islands.agreement import program_hash
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
@@ -26,7 +26,7 @@ from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
 from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.sync.every_step import make_sync
+from shardtrain.train_step.sync.local_steps import make_sync
 
 RANDOM = np.random.default_rng(0)
 TOKENS = {

@@ -15,7 +15,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.loss_scale import (
+from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.state import (
     FIRST,
     GOOD_STEPS,
     LARGEST,
@@ -23,7 +24,6 @@ from shardtrain.train_step.loss_scale import (
     LossScale,
     adjust_loss_scale,
 )
-from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 

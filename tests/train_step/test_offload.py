@@ -16,8 +16,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.state import shard_on_host
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.setup import make_setup
 from shardtrain.trainer.stage_checks import check_stage_islands

@@ -12,8 +12,8 @@ import pytest
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.bridge import Control
-from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import START_SECONDS
+from shardtrain.islands.mpi_library import cuda_aware, decide_device_memory
 from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.trainer.coordination import (
     AGREEMENT_SECONDS,

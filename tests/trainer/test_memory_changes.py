@@ -6,7 +6,7 @@ import shardtrain as st
 from shardtrain.cli import inspect
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.compile import Figures
-from shardtrain.trainer.planned import list_memory_changes
+from shardtrain.trainer.run_step import list_memory_changes
 
 MODEL = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=2, mlp=16, remat="dots")
 RUN = st.Run(model=MODEL, data=st.Text(seq=8), batch=4, steps=1)

@@ -16,7 +16,7 @@ from shardtrain.plan.predict import steps, sum_sent_by_axes
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from shardtrain.trainer.config import make_model
-from shardtrain.trainer.planned_operators import make_operator_choice
+from shardtrain.trainer.planned import make_operator_choice
 
 CONFIG = DecoderConfig(vocab=512, seq=32, embed=256, num_layers=2, num_heads=8, mlp=1024)
 MACHINE = Machine(

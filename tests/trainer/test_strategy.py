@@ -14,8 +14,8 @@ from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
 from shardtrain.data import Text
 from shardtrain.functional.remat_counts import RematCounts
+from shardtrain.islands.agreement import FREE, PACKAGES
 from shardtrain.islands.options import Across
-from shardtrain.islands.rank_facts import FREE, PACKAGES
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run

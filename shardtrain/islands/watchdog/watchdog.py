@@ -19,19 +19,21 @@ from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import (
     Heartbeat,
+    Peer,
     Watch,
     activity_text,
+    cause_text,
     find_stalled,
     format_diagnosis,
+    is_at_work,
     silence_text,
     stall_text,
 )
-from shardtrain.islands.watchdog.peer import Peer, cause_text, is_at_work
 from shardtrain.system.atomic_write import open_own
 from shardtrain.system.stop_signals import write_raw
 
 if TYPE_CHECKING:
-    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
+    from shardtrain.islands.bridge import HeartbeatChannel  # importing it starts MPI
 
 BEAT, LEAVE, DIAGNOSED, WRITTEN = 1, 2, 3, 4
 """Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, so that all end; the

@@ -172,7 +172,7 @@ class ShardedOperators:
         return found
 
     def list_moves(self, number: int, made: Sharding, needs: Iterable[Needs]) -> Iterator[Move]:
-        """Yield the collectives that bring a value from the sharding in which it is made into those needed."""
+        """Yield the collectives that bring a value from the sharding that it is made in into those needed."""
         every = Needs()
         for each in needs:
             for (required, recomputes), (messages, num_bytes) in each.items():

@@ -15,13 +15,17 @@ import jax.numpy as jnp
 
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.train_step.drift import merge_fragment, merge_rounds, select_combined, send
-from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
+from shardtrain.train_step.drift import make_round_merges, merge_rounds
+from shardtrain.train_step.island_combiner import (
+    IslandCombiner,
+    all_reduce_totals,
+    average_model_state,
+    join_metrics,
+)
 from shardtrain.train_step.island_compute import IslandCompute
-from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
 from shardtrain.train_step.stage_compute import StageCompute
-from shardtrain.train_step.state import Local, Metrics, State, split_fragments
-from shardtrain.train_step.sync.merge import Merge
+from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.sync.island_step import EveryStep, IslandStep, Merge
 
 
 class _PendingMerge(NamedTuple):
@@ -51,31 +55,22 @@ class LocalSteps(Merge):
         self, compute: IslandCompute | StageCompute, synchronisation: Synchronisation, last_step: int
     ) -> None:
         placement, channel = compute.placement, compute.channel
-        fragments, params = split_fragments(synchronisation, placement.specs), placement.specs.abstract.params
+        rounds = make_round_merges(synchronisation, placement.specs)
+        params = placement.specs.abstract.params
         # one combiner and one program of each purpose for each round
-        numbered = list(enumerate(zip(fragments, synchronisation.rounds, strict=True)))
         combiners = [
-            IslandCombiner(each.combiner, placement, channel.transfer, fragment.take(params))
-            for _, (fragment, each) in numbered
+            IslandCombiner(each.combiner, placement, channel.transfer, each.fragment.take(params))
+            for each in rounds
         ]
-        super().__init__(compute, synchronisation, fragments, combiners)
+        super().__init__(compute, synchronisation, [each.fragment for each in rounds], combiners)
         self._channel, self._last_step = channel, last_step
         found = self.shardings(placement.state)
         found = found._replace(local=_drop_unneeded(found.local))
-        outer = synchronisation.outer_optimizer
-        self._to_combine = [jax.jit(partial(select_combined, each, n)) for n, (each, _) in numbered]
-        self._sent = [
-            jax.jit(partial(send, fragment, number), out_shardings=found.local)
-            for number, (fragment, _) in numbered
-        ]
-        self._merged = [
-            jax.jit(
-                partial(merge_fragment, fragment, number, each.combiner, outer),
-                out_shardings=(found.params, found.local, found.outer_state),
-            )
-            for number, (fragment, each) in numbered
-        ]
-        self._measure = [jax.jit(partial(_measure, each, synchronisation)) for each in fragments]
+        after = (found.params, found.local, found.outer_state)
+        self._to_combine = [jax.jit(each.select) for each in rounds]
+        self._sent = [jax.jit(each.send, out_shardings=found.local) for each in rounds]
+        self._merged = [jax.jit(each.merge, out_shardings=after) for each in rounds]
+        self._measure = [jax.jit(partial(_measure, each.fragment, synchronisation)) for each in rounds]
         # a cache: what is under way is in the state, and can be sent again from there
         self._started: dict[int, _PendingMerge] = {}
 
@@ -176,3 +171,18 @@ def _restore_local(state: State, local: Local) -> State:
 def _measure(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
     assert synchronisation.trigger is not None
     return synchronisation.trigger.measure(fragment.take(drift), fragment.take(params))
+
+
+def make_sync(
+    compute: IslandCompute | StageCompute, synchronisation: Synchronisation, last_step: int = -1
+) -> IslandStep:
+    """Make the step of an island by a synchronisation without a `distance`.
+
+    Args:
+      compute: what this island computes.
+      synchronisation: how islands are synchronised.
+      last_step: the last step of the run, see `step.make_step`.
+    """
+    if synchronisation.on_deltas:
+        return LocalSteps(compute, synchronisation, last_step)
+    return EveryStep(compute)

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from shardtrain.islands.watchdog.diagnosis import Watch
-from shardtrain.islands.watchdog.peer import Peer, is_at_work
+from shardtrain.islands.watchdog.diagnosis import Peer, Watch, is_at_work
 
 
 @pytest.mark.parametrize(

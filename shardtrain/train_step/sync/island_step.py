@@ -1,9 +1,10 @@
-"""Base of the ways in which islands merge what they changed in steps of their own.
+"""The step of one island among several: what it computes, and how it synchronises with the others.
 
-Next: `local_steps.py` (islands wait for each other) and `waves.py` (islands run ahead).
+Next: `island_compute.py` (an island with the whole model) and `stage_compute.py` (a pipeline stage), which
+compute; `local_steps.py` (islands wait for each other to merge) and `waves.py` (islands run ahead).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,72 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_compute import IslandCompute
-from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.placement import find_own_shardings
+from shardtrain.train_step.placement import attach_shardings, find_own_shardings
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import Local, Metrics, State, init_local, init_outer
+from shardtrain.train_step.update import add_island_sums
+
+
+class IslandStep(ABC):
+    """The step of one island: (state, batch) -> (state, metrics); a subclass is a way to synchronise.
+
+    Metrics are those of `step.make_step`, over all islands. With local steps the metrics of the loss come
+    with the step that merges, and have count 0 until then; learning_rate, and grad_norm and skipped until
+    then, are the island's own.
+
+    Args:
+      compute: what this island computes.
+      combiners: the combiners whose states it keeps.
+
+    Attributes:
+      labels: names of the entries of a combiner's metric (L,).
+      keeps_state: whether the combiner has a state.
+    """
+
+    def __init__(
+        self, compute: IslandCompute | StageCompute, combiners: Sequence[IslandCombiner] = ()
+    ) -> None:
+        self.compute, self._combiners = compute, combiners
+        self.labels = [label for each in combiners for label in each.labels]
+        self.keeps_state = any(each.keeps_state for each in combiners)
+
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state before the first step with what this island needs for the exchange.
+
+        Args:
+          state: of `init_state`.
+          batch: arrays or shapes.
+        """
+        combine_state = [each.init() for each in self._combiners]
+        return state._replace(combine_state=combine_state or state.combine_state)
+
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes, dtypes and shardings of what `begin` returns, for those of `init_state`."""
+        combine_state = [each.wanted() for each in self._combiners]
+        return state._replace(combine_state=combine_state or state.combine_state)
+
+    @abstractmethod
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one step, and what follows it."""
+
+    def close(self) -> None:
+        """End the threads of this step."""
+        self.compute.close()
+
+
+class EveryStep(IslandStep):
+    """Islands that combine their gradients in every step.
+
+    Args:
+      compute: what this island computes.
+    """
+
+    def __init__(self, compute: IslandCompute | StageCompute) -> None:
+        super().__init__(compute, compute.exchange.combiners)
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one step."""
+        return self.compute.step_together(state, batch)
 
 
 class Merge(IslandStep):
@@ -59,11 +121,8 @@ class Merge(IslandStep):
         """Return the shapes, dtypes and shardings of what `begin` returns."""
         sums = self.compute.find_sum_shapes(state, batch)
         shardings = self.shardings(state, sums)
-        local, outer_state = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._create(sums), state.params, state.model_state),
-            (shardings.local, shardings.outer_state),
-        )
+        shapes = jax.eval_shape(self._create(sums), state.params, state.model_state)
+        local, outer_state = attach_shardings(shapes, (shardings.local, shardings.outer_state))
         return super().wanted(state._replace(local=local, outer_state=outer_state), batch)
 
     def shardings(self, state: State, sums: Any = ()) -> State:
