@@ -1,32 +1,14 @@
 """ResNet of the ImageNet kind: published sizes, a block by hand, its images."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bare_models import list_parameters
 from flax import nnx
 
 from shardtrain.models.imagenet_resnet import ImageNetResNetConfig, PostNormBlock
-
-
-@pytest.mark.parametrize(
-    ("depth", "published"),
-    [
-        (18, 11_689_512),
-        (50, 25_557_032),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.full)
-            for sizes in ((34, 21_797_672), (101, 44_549_160), (152, 60_192_808))
-        ),
-    ],
-)
-def test_sizes_are_the_published_ones(depth, published):
-    parameters = list_parameters(ImageNetResNetConfig(depth=depth))
-    assert sum(math.prod(v.shape) for _, v in parameters) == published
 
 
 def convolved(x, kernel, stride=1):

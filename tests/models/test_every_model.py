@@ -1,26 +1,34 @@
-"""Every model names the dims of its activations and of its weights at use; a mesh changes no number."""
+"""What every model keeps: named dims, the numbers of one device, float32 logits, parts that make it whole."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_models import fill, list_parameters
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.encoder import EncoderConfig
+from shardtrain.functional.model import path_text
+from shardtrain.models.decoder import DecoderConfig, gpt2, llama_small
+from shardtrain.models.encoder import EncoderConfig, bert_base
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
-from shardtrain.models.vit import VitConfig
+from shardtrain.models.vit import VitConfig, vit
+from shardtrain.sharding.array_dims import NamedArray
+from shardtrain.sharding.resolve import resolve
+from shardtrain.sharding.rules import PARAMETER_RULES
 
 PARAMETERS = {
     "vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
@@ -40,7 +48,7 @@ LLAMA = DecoderConfig(
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8), dtype=np.int32)
 MLP = MlpConfig(features=12, mlp=16, num_layers=2, classes=8)
-RESNET = ResNetConfig(depth=11, filters=4, num_groups=2, height=6, width=4, colours=1, classes=8)
+RESNET = ResNetConfig(depth=11, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
 IMAGENET = ImageNetResNetConfig(
     depth=18, filters=4, norm="group", num_groups=2, height=12, width=8, classes=8,
 )  # fmt: skip
@@ -71,7 +79,7 @@ CASES = {
     "gpt": (GPT, [TOKENS]),
     "llama": (LLAMA, [TOKENS]),
     "mlp": (MLP, [IMAGES]),
-    "resnet": (RESNET, [np.random.default_rng(1).normal(size=(4, 6, 4, 1)).astype(np.float32)]),
+    "resnet": (RESNET, [np.random.default_rng(1).normal(size=(4, 8, 6, 1)).astype(np.float32)]),
     "imagenet_resnet": (IMAGENET, [np.random.default_rng(1).normal(size=(4, 12, 8, 3)).astype(np.float32)]),
     "vgg": (VGG, [np.random.default_rng(1).normal(size=(4, 32, 32, 3)).astype(np.float32)]),
     "encoder_decoder": (BOTH, [TOKENS[:, :6], TOKENS]),
@@ -194,6 +202,10 @@ def test_a_mesh_changes_no_number(case, mesh, quick_jit):
         return jnp.square(apply(params, inputs)).mean()
 
     expected = quick_jit(jax.value_and_grad(loss))(params, inputs)
+    for path, gradient in jax.tree.leaves_with_path(expected[1]):
+        # softmax does not see what is added to all scores
+        has_none = path_text(path).endswith("k/bias")
+        assert (np.abs(gradient).max() > 1e-6) != has_none, path_text(path)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(list(ACTIVATIONS.items())):
         actual = quick_jit(jax.value_and_grad(loss))(sharded(params, dims, mesh), inputs)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
@@ -212,3 +224,122 @@ def test_other_rules_on_the_same_mesh_are_followed(remat, mesh, pure):
     hidden = '[{"fsdp"}, {}, {"tensor"}]> : tensor<4x8x64xf32>'
     assert hidden in with_mlp
     assert hidden not in without
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "mlp", "encoder_decoder"])
+def test_every_parameter_is_float32_and_has_the_sizes_of_its_dims(name):
+    config = replace(CASES[name][0], dtype="bfloat16")
+    for path, parameter in list_parameters(config):
+        dims = parameter.get_metadata()["out_sharding"]
+        assert parameter.shape == tuple(config.sizes[dim] for dim in dims), path
+        assert parameter.dtype == jnp.float32, path
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("llama", 0.03), ("encoder", 0.03), ("encoder_decoder", 0.05), ("mlp", 0.03), ("resnet", 0.1)],
+)
+def test_bfloat16_is_close_and_gives_float32(name, most, pure, quick_jit):
+    config, inputs = CASES[name]
+    exact, rounded = (
+        quick_jit(pure(each).apply)(pure(config).params, *inputs)
+        for each in (config, replace(config, dtype="bfloat16"))
+    )
+    assert rounded.dtype == exact.dtype == jnp.float32
+    assert 1e-4 < np.abs(exact - rounded).max() / np.abs(exact).max() < most
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [("encoder_decoder", ("none", "dots", "outputs", "full")), ("resnet", (False, True))],
+)
+def test_remat_keeps_less(name, policies, pure):
+    def count_kept(remat):
+        config, inputs = CASES[name]
+        model = pure(replace(config, remat=remat))
+        backward = lambda params: jax.vjp(model.apply, params, *inputs)[1]  # noqa: E731
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, model.params)))
+
+    kept = [count_kept(remat) for remat in policies]
+    assert all(less < more for more, less in itertools.pairwise(kept))
+    assert kept[-1] < 0.5 * kept[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rtol"),
+    [
+        ("gpt", 1e-5),
+        ("resnet", 1e-4),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("encoder", 1e-5), ("vgg", 1e-4))),
+        pytest.param("encoder_decoder", 1e-4, marks=pytest.mark.full),
+    ],
+)
+def test_parts_in_programs_of_their_own_have_the_masks_of_a_call(name, rtol, pure, seeded, quick_jit):
+    """A pipeline's way: keys, first, run on shares of the blocks, last. A residual network drops nothing."""
+    plain, inputs = CASES[name]
+    config: Any = replace(plain, dropout=0.25) if hasattr(plain, "dropout") else plain
+    params = pure(plain).params
+    assert_close = partial(np.testing.assert_allclose, rtol=rtol, atol=rtol / 10)
+
+    def part(work, **mode):
+        make = (
+            partial(fill, config, params) if config is plain else partial(seeded, config, params, 3, **mode)
+        )
+        return quick_jit(lambda *given: work(make(), *given))
+
+    def run(share):
+        def work(module, x, keys):
+            is_list = isinstance(module.blocks, nnx.List)
+            blocks = module.blocks[share] if is_list else jax.tree.map(lambda x: x[share], module.blocks)
+            return module.run(blocks, x, None if keys is None else keys[share])
+
+        return part(work)
+
+    keys, x = (part(work)() for work in (lambda m: m.block_keys(), lambda m: m.first(*inputs)))
+    for share in (slice(0, 1), slice(1, 3), slice(3, None)):
+        x = run(share)(x, keys)
+    first, second = part(lambda module: (module(*inputs), module(*inputs)))()
+    assert_close(part(lambda module, x: module.last(x))(x), first)
+    assert np.allclose(first, second) == (config is plain)
+    still = part(lambda module: module(*inputs), deterministic=True)()
+    assert_close(still, quick_jit(pure(plain).apply)(params, *inputs))
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (gpt2(), 124_439_808),
+        (llama_small(), 124_668_672),
+        # without the pooler and the head of the second task
+        (bert_base(), 109_514_298),
+        (vit("tiny"), 5_717_416),
+        (vit("small"), 22_050_664),
+        (vit("base"), 86_567_656),
+        (vit("large"), 304_326_632),
+        (ImageNetResNetConfig(depth=18), 11_689_512),
+        (ImageNetResNetConfig(depth=50), 25_557_032),
+        pytest.param(ImageNetResNetConfig(depth=34), 21_797_672, marks=pytest.mark.full),
+        pytest.param(ImageNetResNetConfig(depth=101), 44_549_160, marks=pytest.mark.full),
+        pytest.param(ImageNetResNetConfig(depth=152), 60_192_808, marks=pytest.mark.full),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_sizes_are_the_published_ones(config, published):
+    assert sum(math.prod(v.shape) for _, v in list_parameters(config)) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [
+        ("resnet", {"blocks/1/convolutions/1/kernel": ((), (), ("fsdp",), ("tensor",))}),
+        ("vgg", {"blocks/1/convolution/kernel": ((), (), ("fsdp",), ("tensor",))}),
+        ("vgg", {"classifier/1/kernel": (("tensor",), ("fsdp",))}),
+    ],
+)
+def test_every_parameter_of_images_is_placed_by_the_default_rules(name, placed):
+    arrays = {
+        "/".join(map(str, path)): NamedArray(dims=v.get_metadata()["out_sharding"], shape=v.shape)
+        for path, v in list_parameters(replace(CASES[name][0], colours=3))
+    }
+    specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
+    assert placed.items() <= specs.items()
