@@ -165,52 +165,11 @@ def test_weight_decay_is_decoupled(name):
         np.testing.assert_allclose(update, -share * PARAMS[path], rtol=1e-5, atol=1e-9, err_msg=path)
 
 
-def test_weight_decay_of_sgd_is_not_in_the_momentum():
-    optimizer, _ = make_optimizer(
-        Optimizer(name="sgd", learning_rate=Schedule(name="constant", peak=0.1), weight_decay=0.5, clip=None),
-        10,
-        {"w": ("embed", "mlp")},
-    )
-    params = {"w": jnp.ones((2, 2))}
-    state, zeros = optimizer.init(params), {"w": jnp.zeros((2, 2))}
-    for _ in range(3):
-        updates, state = optimizer.update(zeros, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params["w"], 0.95**3, rtol=1e-6)  # type: ignore[index]
-
-
 def test_lamb_scales_the_decay_with_the_update():
     """You et al. 2020: the trust ratio makes the step as long as rate times the parameter."""
     updates = one_update(name="lamb", weight_decay=0.5)
     np.testing.assert_allclose(updates["up"], -0.01 * FEW["up"], rtol=1e-5)
     np.testing.assert_array_equal(updates["q_bias"], 0)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_decreases_a_quadratic(name):
-    rate = {"sgd": 0.1, "muon": 0.2}.get(name, 0.05)
-    optimizer, _ = make_optimizer(
-        Optimizer(name=name, learning_rate=Schedule(name="constant", peak=rate), weight_decay=0.0),
-        60,
-        {name: DIMS[name] for name in FEW},
-    )
-
-    def loss(params):
-        return sum(jnp.square(p - 3).sum() for p in jax.tree.leaves(params))
-
-    @jax.jit
-    def train(params):
-        def step(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[1]
-
-    values = np.asarray(train(FEW))
-    assert values[-1] < 0.5 * values[0]
-    assert values[20] < values[0]
 
 
 def test_optimizers_equal_those_of_optax():
