@@ -130,28 +130,3 @@ def test_sequences_longer_than_seq_are_refused(source, target, length, pure):
         f"tokens of length {length} were given to a decoder of seq=8 positions. "
         f"Give at most 8 tokens, or build it with seq={length}."
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "problems"),
-    [
-        (
-            {"num_encoder_layers": 0, "dropout": 1.0},
-            [
-                "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
-                "num_encoder_layers is 0; it must be at least 1. Use num_encoder_layers=1 or more.",
-            ],
-        ),
-        (
-            {"num_heads": 5, "remat": "ful"},
-            [
-                "remat is 'ful'; allowed: none, weights, dots, outputs, full, offload",
-                "embed 16 is not a multiple of num_heads 5: 16 % 5 = 1. Use embed=15 or embed=20.",
-            ],
-        ),
-    ],
-)
-def test_every_problem_of_a_configuration_is_reported(change, problems):
-    with pytest.raises(ValueError, match="EncoderDecoderConfig") as error:
-        replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["EncoderDecoderConfig:", *(f"  - {p}" for p in problems)]

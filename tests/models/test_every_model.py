@@ -24,6 +24,7 @@ from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.models.resnet import ResNetConfig
+from shardtrain.models.rotary import LinearScaling
 from shardtrain.models.vgg import VggConfig
 from shardtrain.models.vit import VitConfig, vit
 from shardtrain.sharding.array_dims import NamedArray
@@ -41,6 +42,7 @@ ACTIVATIONS = {
     "segments": None,
 }  # fmt: skip
 
+SCALING = LinearScaling(factor=2.0)
 GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
 LLAMA = DecoderConfig(
     vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp=24, positions="rotary",
@@ -343,3 +345,145 @@ def test_every_parameter_of_images_is_placed_by_the_default_rules(name, placed):
     }
     specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
     assert placed.items() <= specs.items()
+
+
+REFUSED = [
+    (
+        GPT,
+        {"vocab": 0, "remat": "full=1,none=2", "only_post_norm": True, "qk_norm_joint": True},
+        "vocab is 0; it must be at least 1. Use vocab=1 or more.",
+        "remat is 'full=1,none=2', which are 3 blocks, and the model has 2; use numbers that add up to 2",
+        "only_post_norm is True; it needs post_norm=True",
+        "qk_norm_joint is True; it needs qk_norm=True",
+    ),
+    (
+        GPT,
+        {"num_heads": 5},
+        "embed 16 is not a multiple of num_heads 5: 16 % 5 = 1. Use embed=15 or embed=20.",
+    ),
+    (
+        GPT,
+        {"num_kv_heads": 3},
+        "num_heads 4 is not a multiple of num_kv_heads 3: 4 % 3 = 1. Use num_heads=3 or num_heads=6.",
+    ),
+    (LLAMA, {"head_dim": 5}, "head_dim is 5; rotary positions turn pairs. Use head_dim=6."),
+    (
+        GPT,
+        {"eps": math.inf, "theta": math.nan},
+        "theta is nan; give a number, finite",
+        "eps is inf; give a number, finite",
+    ),
+    (
+        GPT,
+        {"norm": "rms", "embed": "8", "rope_scaling": "ntk:factor=2", "dropout": 1.0},
+        "embed is '8'; give a whole number: embed=8",
+        "norm is 'rms'; allowed: layernorm, rmsnorm, rmsnorm_plus_one",
+        "rope_scaling: there is no kind 'ntk' (known: linear, llama3, yarn, longrope); write"
+        " KIND:NAME=VALUE,...",
+    ),
+    (
+        GPT,
+        {"soft_cap": 0.0, "rope_scaling": SCALING, "rotary_dims": 4, "full_every": 2, "qk_norm": True}
+        | {"remat": "ful", "dtype": "bf16"},
+        "remat: there is no policy 'ful' (did you mean 'full'?); use none, weights, dots, outputs, full,"
+        " offload, or numbers of blocks: full=6,none=18",
+        "dtype is 'bf16'; allowed: float32, bfloat16, float16",
+        "soft_cap is 0.0; it must be above 0 and finite. Use a small number such as soft_cap=1e-5.",
+        "rope_scaling is LinearScaling(factor=2.0); it needs positions='rotary'",
+        "rotary_dims is 4; it needs positions='rotary'",
+        "full_every is 2; it needs a window",
+        "qk_norm needs norm='rmsnorm' or 'rmsnorm_plus_one', and norm is 'layernorm'",
+    ),
+    (
+        LLAMA,
+        {"rotary_dims": 7, "window": 2, "full_every": 1, "attention": "cudnn"},
+        "rotary_dims is 7; it is even and at most head_dim, 4. Use rotary_dims=4.",
+        "full_every is 1, so that no block has the window; use 2 or more, or window=None",
+        "attention 'cudnn' has no full_every; use attention='auto' or 'xla'",
+    ),
+    (
+        VGG,
+        {"depth": 17, "height": 8, "width": 40, "hidden": 0, "filters": 3, "dropout": 1.0},
+        "hidden is 0; it must be at least 1. Use hidden=1 or more.",
+        "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+        "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
+        "depth is 17; allowed are 16, 19. Use depth=16.",
+        "height 8 is not a multiple of 2 ** poolings 32: 8 % 32 = 8. Use height=32.",
+        "width 40 is not a multiple of 2 ** poolings 32: 40 % 32 = 8. Use width=32 or width=64.",
+    ),
+    (
+        VGG,
+        {"hidden": None, "dropout": 0.5, "norm": "groups", "dtype": "bfloat"},
+        "norm is 'groups'; allowed: group, batch",
+        "dtype is 'bfloat'; allowed: float32, bfloat16, float16",
+        "dropout is 0.5 and there are no hidden features. Use dropout=0.0 or hidden=512.",
+    ),
+    (
+        RESNET,
+        {"depth": 50, "filters": 5},
+        "filters 5 is not a multiple of num_groups 2: 5 % 2 = 1. Use filters=4 or filters=6.",
+        "depth is 50; it must be 9 n + 2. Use depth=47 or depth=56.",
+    ),
+    (
+        RESNET,
+        {"depth": 2, "filters": 0, "colours": -1, "norm": "layer", "dtype": "float8"},
+        "norm is 'layer'; allowed: group, batch",
+        "dtype is 'float8'; allowed: float32, bfloat16, float16",
+        "filters is 0; it must be at least 1. Use filters=1 or more.",
+        "colours is -1; it must be at least 1. Use colours=1 or more.",
+        "depth is 2; it must be 9 n + 2. Use depth=11 or depth=20.",
+    ),
+    (
+        IMAGENET,
+        {"depth": 51, "filters": 10, "num_groups": 4, "classes": 0},
+        "classes is 0; it must be at least 1. Use classes=1 or more.",
+        "filters 10 is not a multiple of num_groups 4: 10 % 4 = 2. Use filters=8 or filters=12.",
+        "depth is 51; allowed are 18, 34, 50, 101, 152. Use depth=50.",
+    ),
+    (
+        BOTH,
+        {"num_encoder_layers": 0, "dropout": 1.0, "remat": "ful"},
+        "remat is 'ful'; allowed: none, weights, dots, outputs, full, offload",
+        "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+        "num_encoder_layers is 0; it must be at least 1. Use num_encoder_layers=1 or more.",
+    ),
+    (
+        T5,
+        {"relative_buckets": 6, "relative_distance": 3, "attention": "cudnn", "head_scale": -1.0},
+        "head_scale is -1.0; it must be above 0 and finite. Use a small number such as head_scale=1e-5.",
+        "relative_buckets is 6; it is a multiple of 4. Use relative_buckets=4.",
+        "relative_distance is 3; it is above half of relative_buckets, 6. Use relative_distance=4 or more.",
+        "attention 'cudnn' has no relative positions; use attention='auto' or 'xla'",
+    ),
+    (
+        BERT,
+        {"segments": 0, "activation": "swiglu", "vocab": 0},
+        "activation is 'swiglu'; allowed: gelu, gelu_erf",
+        "vocab is 0; it must be at least 1. Use vocab=1 or more.",
+        "segments is 0; it must be at least 1. Use segments=1 or more.",
+    ),
+    (
+        VIT,
+        {"height": 30, "width": 16, "classes": 0, "embed": 10},
+        "height 30 is not a multiple of patch 4: 30 % 4 = 2. Use height=28 or height=32.",
+        "classes is 0; it must be at least 1. Use classes=1 or more.",
+    ),
+    (VIT, {"patch": 0}, "patch is 0; it must be at least 1. Use patch=1 or more."),
+    (
+        MLP,
+        {"features": 0, "dropout": -0.1},
+        "features is 0; it must be at least 1. Use features=1 or more.",
+        "dropout is -0.1; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: type(row[0]).__name__)
+def test_every_problem_of_a_configuration_is_reported(row):
+    config, change, *problems = row
+    with pytest.raises(ValueError) as error:
+        replace(config, **change)
+    assert str(error.value).splitlines() == [
+        f"{type(config).__name__}:",
+        *(f"  - {each}" for each in problems),
+    ]

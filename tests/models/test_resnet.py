@@ -235,29 +235,3 @@ def test_running_statistics_change_in_training_alone(pure, quick_jit):
     ):
         assert np.abs(new - old).min() > 0, path
     assert np.abs(logits - evaluated).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("change", "problems"),
-    [
-        ({"depth": 50}, ["depth is 50; it must be 9 n + 2. Use depth=47 or depth=56."]),
-        ({"depth": 2}, ["depth is 2; it must be 9 n + 2. Use depth=11 or depth=20."]),
-        (
-            {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float8"},
-            [
-                "norm is 'layer'; allowed: group, batch",
-                "dtype is 'float8'; allowed: float32, bfloat16, float16",
-                "filters is 0; it must be at least 1. Use filters=1 or more.",
-                "colours is -1; it must be at least 1. Use colours=1 or more.",
-            ],
-        ),
-        (
-            {"filters": 5},
-            ["filters 5 is not a multiple of num_groups 2: 5 % 2 = 1. Use filters=4 or filters=6."],
-        ),
-    ],
-)
-def test_every_problem_of_a_configuration_is_reported(change, problems):
-    with pytest.raises(ValueError, match="ResNetConfig") as error:
-        replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["ResNetConfig:", *(f"  - {problem}" for problem in problems)]
