@@ -90,6 +90,7 @@ def test_ragged_products_are_batched_over_replicas():
     x, kernel = jax.random.normal(jax.random.key(0), (2, 6, 3)), jnp.ones((2, 3, 4))
     counts = jnp.array([[2, 4], [6, 0]])
 
+    @jax.jit
     def gradient(x, counts):
         return jax.grad(lambda k: (experts_products.multiply_ragged(x, k, counts) ** 2).sum())(kernel)
 
@@ -218,7 +219,7 @@ def test_biases_follow_the_error_of_the_loads_in_training_alone():
 def test_biases_change_the_choice_and_no_weight():
     options = Experts.parse("num=3,top=2,scores=sigmoid,normalised=all")
     logits = jnp.array([[[2.0, 1.0, 0.0]]])
-    choice, _ = choose(options, logits, jnp.array([0.0, 0.0, 1.0]))
+    choice, _ = jax.jit(partial(choose, options))(logits, jnp.array([0.0, 0.0, 1.0]))
     assert choice.experts_BTK.tolist() == [[[2, 0]]]
     np.testing.assert_allclose(choice.weights_BTK[0, 0], jax.nn.sigmoid(jnp.array([0.0, 2.0])), rtol=1e-6)
 
@@ -284,7 +285,7 @@ def test_flops_count_active_experts_alone():
 def test_a_capacity_above_all_tokens_drops_nothing():
     options = Experts.parse("num=2,top=2,capacity=1.0")
     assert options.room(8) == 8
-    _, counts = choose(options, jnp.zeros((1, 8, 2)))
+    _, counts = jax.jit(partial(choose, options))(jnp.zeros((1, 8, 2)))
     assert counts["dropped"].tolist() == [0]
 
 
