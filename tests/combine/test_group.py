@@ -3,55 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.combine import MeshGroup, make_combiner
 
 
-@pytest.mark.parametrize("kind", ["mesh", "vmap"])
-def test_sums_over_blocks_and_exchanges(kind, ranks):
-    size = 6
-    sources = [3, 0, 1, 2, 5, 4]
-
-    def methods(group, x, y):
-        sums = [group.all_reduce(x, span) for span in (None, 1, 2, 3, 6)]
-        return sums, group.exchange(y, sources), group.all_gather(y), group.index, group.whole(x)
-
-    x = jnp.arange(6.0) ** 2
-    y = jnp.arange(12, dtype=jnp.bfloat16).reshape(6, 2)
-    sums, exchanged, gathered, index, whole = ranks.run(kind, methods, size)(x, y)
-    for span, found in zip((6, 1, 2, 3, 6), sums, strict=True):
-        expected = np.repeat(np.asarray(x).reshape(-1, span).sum(1), span)
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(exchanged, y[jnp.array(sources)])
-    assert exchanged.dtype == gathered.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(gathered, jnp.stack([y] * 6))
-    np.testing.assert_array_equal(index, np.arange(6))
-    np.testing.assert_array_equal(whole, x)
-
-
 def test_a_group_of_one_needs_no_axis():
     assert MeshGroup("data", 1).index == 0
-
-
-def test_partial_values_of_shards_become_those_of_leaves():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
-    group = MeshGroup("data", 2, [("fsdp", "tensor"), ("tensor",), ()], {"fsdp": 2, "tensor": 2})
-    stack = MeshGroup("stack", group.size, outer=group)
-
-    def shard(x):
-        device = jax.lax.axis_index("fsdp") * 2.0 + jax.lax.axis_index("tensor")
-        partial = jnp.stack([1 + device, 10 * (1 + jax.lax.axis_index("tensor")), 100.0]) * x[0]
-        return group.whole(partial)[None], group.whole(partial, "max")[None], stack.whole(partial)[None]
-
-    run = jax.shard_map(
-        shard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
-    )
-    sums, greatest, of_stack = jax.jit(run)(jnp.array([1.0, 2.0]))
-    np.testing.assert_array_equal(sums, [[10, 30, 100], [20, 60, 200]])
-    np.testing.assert_array_equal(greatest, [[4, 20, 100], [8, 40, 200]])
-    np.testing.assert_array_equal(of_stack, sums)
 
 
 def test_int8_scales_shards_by_the_whole_leaf():

@@ -111,15 +111,6 @@ def test_logits_and_gradients_are_those_of_transformers(golden, imported, apply,
         np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_what_padding_holds_changes_nothing(golden, logits_of):
-    source, target, mask = (golden[name] for name in ("tokens", "target", "mask"))
-    other = np.where(mask == 0, 7, source)
-    assert (other != source).any()
-    np.testing.assert_allclose(
-        logits_of(other, target[:, :-1], mask), logits_of(source, target[:, :-1], mask), rtol=0, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("cached", [True, False])
 @OF_T5
 def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, imported, apply, cached):
