@@ -65,12 +65,6 @@ def apply(imported):
     return lambda params, *inputs: model.apply(params, {}, jax.random.key(0), False, *inputs)[0]
 
 
-@pytest.fixture(scope="module")
-def logits_of(imported, apply, quick_jit):
-    jitted = quick_jit(apply)
-    return lambda *inputs: np.array(jitted(imported[1], *inputs))
-
-
 def test_configurations_are_read_and_written(golden, imported):
     config = imported[0]
     assert config == EXPECTED[golden["name"]]

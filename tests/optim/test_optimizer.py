@@ -11,8 +11,6 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, find_muon_dims, make_optimizer, select_decayed
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
@@ -124,16 +122,6 @@ FEW = {name: PARAMS[name] for name in ("up", "q_bias")}
 
 def test_weight_decay_applies_to_matrices():
     assert select_decayed(DIMS, PARAMS) == {name: name in MATRICES for name in DIMS}
-
-
-def test_weight_decay_of_the_decoder():
-    """Kernels and tables, and no bias or gain, also those with two dims."""
-    model = from_nnx(DecoderConfig(vocab=8, seq=4, embed=4, num_layers=2, num_heads=2))
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    for path, value in jax.tree.leaves_with_path(select_decayed(model.dims, shapes)):
-        name = path[-1].key
-        assert value == (name not in ("bias", "scale")), path
-        assert name in ("bias", "scale", "kernel", "embedding", "positions")
 
 
 def test_muon_takes_the_matrices_of_the_blocks():

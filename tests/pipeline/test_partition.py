@@ -97,13 +97,6 @@ def test_equal_leaves_the_rest_to_the_middle(num_blocks, num_parts, expected):
     assert counts("equal", num_blocks, num_parts) == expected
 
 
-@given(st.integers(1, 40), st.integers(1, 16))
-def test_equal_parts_differ_by_one_at_most(num_parts, more):
-    found = counts("equal", num_parts + more, num_parts)
-    assert sum(found) == num_parts + more
-    assert max(found) - min(found) <= 1
-
-
 def test_counts_by_cost_are_the_cut():
     assert counts("params", 4, 2, Costs(blocks=[5, 1, 1, 1], first=1)) == [1, 3]
     assert counts("flops", 4, 2, Costs(blocks=[1, 1, 1, 1], last=2)) == [3, 1]

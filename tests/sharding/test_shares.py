@@ -49,16 +49,6 @@ def test_shares_add_up_and_are_near_proportion(total, weights):
     assert all(share == 0 for share, weight in zip(found, weights, strict=True) if not weight)
 
 
-@given(TOTALS, WEIGHTS)
-def test_more_weight_gives_no_smaller_share(total, weights):
-    found = shares(total, weights)
-    for i, j in product(range(len(weights)), repeat=2):
-        if weights[i] > weights[j]:
-            assert found[i] >= found[j]
-        elif weights[i] == weights[j] and i < j:
-            assert 0 <= found[i] - found[j] <= 1
-
-
 @given(TOTALS, WEIGHTS, st.integers(-8, 8))
 def test_only_ratios_count(total, weights, exponent):
     """Whole numbers and the floats of the same ratios: the same shares, to the last row."""
