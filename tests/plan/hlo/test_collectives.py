@@ -52,9 +52,6 @@ def only(found) -> Collective:
     return found[0]
 
 
-constrain = lax.with_sharding_constraint
-
-
 SHIFT = [(i, (i + 1) % 4) for i in range(4)]
 ROWS_BYTES = 8 * 16 * FLOAT_BYTES
 PRIMITIVES = {
