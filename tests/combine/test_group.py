@@ -1,4 +1,4 @@
-"""Groups: sums over blocks, exchanges, and what a whole leaf is."""
+"""Groups: a group of one, and what a whole leaf is of the values of its shards."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,25 @@ from shardtrain.combine import MeshGroup, make_combiner
 
 def test_a_group_of_one_needs_no_axis():
     assert MeshGroup("data", 1).index == 0
+
+
+def test_partial_values_of_shards_become_those_of_leaves():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    group = MeshGroup("data", 2, [("fsdp", "tensor"), ("tensor",), ()], {"fsdp": 2, "tensor": 2})
+    stack = MeshGroup("stack", group.size, outer=group)
+
+    def shard(x):
+        device = jax.lax.axis_index("fsdp") * 2.0 + jax.lax.axis_index("tensor")
+        partial = jnp.stack([1 + device, 10 * (1 + jax.lax.axis_index("tensor")), 100.0]) * x[0]
+        return group.whole(partial)[None], group.whole(partial, "max")[None], stack.whole(partial)[None]
+
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+    )
+    sums, greatest, of_stack = jax.jit(run)(jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(sums, [[10, 30, 100], [20, 60, 200]])
+    np.testing.assert_array_equal(greatest, [[4, 20, 100], [8, 40, 200]])
+    np.testing.assert_array_equal(of_stack, sums)
 
 
 def test_int8_scales_shards_by_the_whole_leaf():
