@@ -127,6 +127,7 @@ VALUES = (
     "shardtrain.pipeline.schedule",
     "shardtrain.pipeline.simulate",
     "shardtrain.pipeline.partition",
+    "shardtrain.plan.devices",
     "shardtrain.plan.simulator.task_graph",
 )
 

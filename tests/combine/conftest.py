@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from shardtrain.combine import MeshGroup
+from shardtrain.combine import MeshGroup, make_combiner
 
 
 def pair(a, b):
@@ -103,6 +103,14 @@ def target(leaves, residual, count):
     return [(x if count else np.zeros_like(x)) + e for x, e in zip(leaves, residual, strict=True)]
 
 
+ENCODERS = {
+    "bfloat16": rounded(ml_dtypes.bfloat16),
+    "float16": rounded(np.float16),
+    "int8": in_8_bits,
+    "scale": lambda leaves, kept: (leaves, kept),
+}
+
+
 class Coded:
     """A codec before a combiner, with error feedback on each rank."""
 
@@ -151,6 +159,27 @@ class PowerMean:
         return found
 
 
+def make_reference(name, like, size):
+    """Return the reference of a combiner, a function of (ranks, counts), with the residuals of its codecs."""
+    shapes = [x.shape for x in jax.tree.leaves(like)]
+    if name == "adasum:whole":
+        return lambda ranks, counts: adasum(ranks, counts, [0] * len(shapes))
+    *codecs, last = name.split("+")
+    combine = {"mean": mean, "sum": summed, "adasum": adasum}[last]
+    for codec in reversed(codecs):
+        codec, _, argument = codec.partition(":")
+        if codec != "power_sgd":
+            encode = greatest(float(argument)) if codec == "top_k" else ENCODERS[codec]
+            combine = Coded(encode, combine, size, shapes)
+            continue
+        init = make_combiner(name).init(like).codec
+        kept = [None if q is None else np.asarray(q, np.float64) for q in init]
+        if make_combiner(last).linear:
+            return PowerMean(combine, size, shapes, kept)
+        combine = Coded(factored, combine, size, shapes, kept)
+    return combine
+
+
 def on_ranks(kind, combine, size):
     """`combine(group, ...)` of one rank, as a compiled function of arrays with a first dim of ranks."""
     group = MeshGroup("data", size)
@@ -173,20 +202,13 @@ def stacked_state(combiner, tree, size):
 
 @pytest.fixture(scope="session")
 def references():
-    """The references by name, and `Coded`, `PowerMean`."""
+    """The references by name, and `of`, which makes those with codecs."""
     return SimpleNamespace(
         tree_of_pairs=tree_of_pairs,
         mean=mean,
         sum=summed,
         adasum=adasum,
-        bfloat16=rounded(ml_dtypes.bfloat16),
-        float16=rounded(np.float16),
-        int8=in_8_bits,
-        top_k=greatest,
-        power_sgd=factored,
-        scale=lambda leaves, kept: (leaves, kept),
-        Coded=Coded,
-        PowerMean=PowerMean,
+        of=make_reference,
     )
 
 

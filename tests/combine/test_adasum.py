@@ -31,21 +31,6 @@ def one_leaf(vectors):
     return np.asarray(value[0], np.float64), float(orthogonality[0, 0])
 
 
-@pytest.mark.parametrize(
-    ("size", "tree"),
-    [
-        (3, lambda p, v: p(p(v[0], v[1]), v[2])),
-        (7, lambda p, v: p(p(p(v[0], v[1]), p(v[2], v[3])), p(p(v[4], v[5]), v[6]))),
-    ],
-)
-def test_the_tree_is_consecutive_pairs_the_odd_one_carried(size, tree):
-    def pair(a, b):
-        return (1 - a @ b / (2 * (a @ a))) * a + (1 - a @ b / (2 * (b @ b))) * b
-
-    vectors = np.random.default_rng(size).normal(size=(size, 6)) + 0.7
-    np.testing.assert_allclose(one_leaf(vectors)[0], tree(pair, vectors), rtol=1e-4, atol=1e-5)
-
-
 NUMBERS = st.floats(-8, 8, width=32)
 VECTOR = st.lists(NUMBERS, min_size=6, max_size=6).map(np.array)
 

@@ -88,29 +88,6 @@ def as_float64(tree, size):
     return [[np.asarray(x[r], np.float64) for x in jax.tree.leaves(tree)] for r in range(size)]
 
 
-def reference(name, size, combiner, references):
-    """A function of (ranks, counts), with the codec's residuals; None for names without a reference."""
-    if name not in TOLERANCES:
-        return None
-    *codecs, last = name.split("+")
-    combine = getattr(references, last.partition(":")[0])
-    if last == "adasum:whole":
-        return lambda ranks, counts: references.adasum(ranks, counts, [0] * len(SHAPES))
-    shapes = [SHAPES[k] for k in sorted(SHAPES)]
-    for codec in reversed(codecs):
-        codec, _, argument = codec.partition(":")
-        if codec == "power_sgd":
-            like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
-            kept = [None if q is None else np.asarray(q, np.float64) for q in combiner.init(like).codec]
-            if make_combiner(last).linear:
-                return references.PowerMean(combine, size, shapes, kept)
-            combine = references.Coded(references.power_sgd, combine, size, shapes, kept)
-        else:
-            encode = references.top_k(float(argument)) if codec == "top_k" else getattr(references, codec)
-            combine = references.Coded(encode, combine, size, shapes)
-    return combine
-
-
 def check_close(found, expected, ranks, tolerance):
     for i, (name, x, y) in enumerate(zip(sorted(SHAPES), jax.tree.leaves(found), expected, strict=True)):
         if not x.size:
@@ -268,10 +245,9 @@ def check_laws(combiner, ranks):
 
 @pytest.mark.parametrize(("name", "kind", "size"), CASES)
 def test_rounds(name, kind, size, ranks, references):
-    combiner = make_combiner(name)
-    check_rounds(
-        combiner, ranks, kind, size, reference(name, size, combiner, references), TOLERANCES.get(name, 0)
-    )
+    like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+    expected = references.of(name, like, size) if name in TOLERANCES else None
+    check_rounds(make_combiner(name), ranks, kind, size, expected, TOLERANCES.get(name, 0))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.combine import make_combiner
-
 SHAPES = [(3,), (12, 10), (), (0,)]
 TOLERANCES = {
     "mean": 2e-6,
@@ -21,21 +19,6 @@ TOLERANCES = {
 }
 CASES = [f"adasum@{size}" for size in (2, 3, 9)] + ["mean@1", "mean@3"]
 CASES += [f"{name}@3" for name in TOLERANCES if name not in ("mean", "adasum")]
-
-
-def reference(name, size, references):
-    """A function of (ranks, counts)."""
-    *codecs, last = name.split("+")
-    combine = getattr(references, last)
-    if not codecs:
-        return combine
-    codec, _, argument = codecs[0].partition(":")
-    if codec == "power_sgd":
-        init = make_combiner(name).init([jax.ShapeDtypeStruct(s, jnp.float32) for s in SHAPES])
-        kept = [None if q is None else np.asarray(q, np.float64) for q in init.codec]
-        return references.PowerMean(combine, size, SHAPES, kept)
-    encode = references.top_k(float(argument)) if codec == "top_k" else getattr(references, codec)
-    return references.Coded(encode, combine, size, SHAPES)
 
 
 def test_combiners_over_mpi_equal_their_references(mpiexec, tmp_path, references, pytestconfig):
@@ -64,7 +47,7 @@ def test_combiners_over_mpi_equal_their_references(mpiexec, tmp_path, references
     found = np.load(tmp_path / "found.npz")
     for case in cases:
         name, size = case.split("@")[0], int(case.split("@")[1])
-        combine = reference(name, size, references)
+        combine = references.of(name, [jax.ShapeDtypeStruct(s, jnp.float32) for s in SHAPES], size)
         for step in (0, 1):
             ranks = [[data[f"{step}/{i}"][r].astype(float) for i in range(len(SHAPES))] for r in range(size)]
             empty = (np.arange(size) == 1) & (step == 1)

@@ -10,10 +10,11 @@ import optax
 import pytest
 from gossip import Gossip
 from mesh_local_sgd import (
+    ADAM,
     MESHES,
     MODEL,
     NESTEROV,
-    RATE,
+    SGD,
     STAGES,
     STEPS,
     batches,
@@ -120,7 +121,7 @@ def test_fragments_are_merged_in_turn():
 def test_stages_of_a_pipeline_combine_as_one_mesh_does(synchronisation):
     logged = {"data": [], "data+pipeline": []}
     found = {
-        name: steps(synchronisation, {**MESHES[name], "data": 2}, 2, optax.adam(1e-2), logged=logged[name])
+        name: steps(synchronisation, {**MESHES[name], "data": 2}, 2, ADAM, logged=logged[name])
         for name in logged
     }
     (plain, whole), (staged, placement) = found["data"], found["data+pipeline"]
@@ -142,7 +143,7 @@ def test_what_a_combiner_cannot_do_in_a_pipeline_is_refused():
     layout = Layout(mesh={"data": 2, "pipeline": 2}, parameters={"layers": ()})
     sizes = {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 2}
     with pytest.raises(ValueError, match="give it the axis 'pipeline' alone"):
-        state_specs(MODEL, optax.sgd(RATE), layout, sizes, Synchronisation(by="adasum"), STAGES)
+        state_specs(MODEL, SGD, layout, sizes, Synchronisation(by="adasum"), STAGES)
 
 
 def test_islands_whose_rows_are_of_other_layers_have_other_facts():
@@ -151,7 +152,7 @@ def test_islands_whose_rows_are_of_other_layers_have_other_facts():
 
     def digest(stages, run=run):
         sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1 if stages is None else stages.num_stages}
-        specs = state_specs(EIGHT, optax.sgd(RATE), Layout(mesh=sizes), sizes, stages=stages)
+        specs = state_specs(EIGHT, SGD, Layout(mesh=sizes), sizes, stages=stages)
         setup = SimpleNamespace(stage_model=None, placement=SimpleNamespace(specs=specs))
         return _rows_digest(run, setup)  # type: ignore[arg-type]
 
@@ -185,9 +186,9 @@ def test_a_skipped_step_combines_what_was_changed_before():
     synchronisation = Synchronisation(on="deltas", every=3)
     layout = Layout(mesh=MESHES["data"])
     mesh = make_mesh(layout, jax.devices()[:4])
-    placement = make_placement(MODEL, optax.sgd(RATE), layout, mesh, synchronisation=synchronisation)
-    step = make_step(MODEL, next_token_loss, optax.sgd(RATE), placement)
-    state = init_state(MODEL, optax.sgd(RATE), placement, 3)
+    placement = make_placement(MODEL, SGD, layout, mesh, synchronisation=synchronisation)
+    step = make_step(MODEL, next_token_loss, SGD, placement)
+    state = init_state(MODEL, SGD, placement, 3)
     states = [jax.device_get(state)]
     for number, batch in enumerate(batches()[:3], 1):
         weights = batch["weights"] * (np.nan if number == 3 else 1)
@@ -230,8 +231,8 @@ def test_after_synchronous_steps_each_replica_goes_its_own_way(name, mesh):
 @pytest.mark.full
 def test_synchronous_steps_alone_are_the_plain_step():
     way = Synchronisation(by="adasum", on="deltas", synchronous_steps=STEPS, outer=NESTEROV)
-    first, _ = steps(way, MESHES["data"], optimizer=optax.adam(1e-2), last_step=STEPS)
-    plain, _ = steps(Synchronisation(), MESHES["data"], optimizer=optax.adam(1e-2))
+    first, _ = steps(way, MESHES["data"], optimizer=ADAM, last_step=STEPS)
+    plain, _ = steps(Synchronisation(), MESHES["data"], optimizer=ADAM)
     for a, b in zip(first, plain, strict=True):
         same(a.params, group_by_path(b.params), "plain")
 
@@ -249,12 +250,10 @@ def test_a_state_between_merges_goes_on_with_the_same_bits(overlap, synchronous_
         outer=NESTEROV,
         synchronous_steps=synchronous_steps,
     )
-    whole, _ = steps(synchronisation, MESHES["data"], optimizer=optax.adam(1e-2))
+    whole, _ = steps(synchronisation, MESHES["data"], optimizer=ADAM)
     for number in range(1, STEPS):
         state = jax.tree.map(jnp.asarray, whole[number])
-        parts, _ = steps(
-            synchronisation, MESHES["data"], optimizer=optax.adam(1e-2), state=state, first=number
-        )
+        parts, _ = steps(synchronisation, MESHES["data"], optimizer=ADAM, state=state, first=number)
         jax.tree.map(np.testing.assert_array_equal, parts[-1], whole[-1])
 
 

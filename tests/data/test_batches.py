@@ -81,13 +81,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert tuple(range(30)) not in orders
 
 
-def test_weights_of_a_source_are_kept():
-    source = [{"weights": np.full(2, i + 0.5)} for i in range(3)]
-    ((batch, _),) = Batches(source=source, batch=4, epochs=1, shuffle=False).iterate()
-    assert batch["weights"].tolist() == [[0.5, 0.5], [1.5, 1.5], [2.5, 2.5], [0, 0]]
-    assert batch["weights"].dtype == np.float32
-
-
 @settings(deadline=None, max_examples=12)
 @given(num_batches=st.integers(0, 10), batch=st.integers(1, 25))
 def test_resumes_with_any_batch_size(num_batches, batch):
@@ -110,12 +103,6 @@ def test_positions_are_where_the_batches_are_read():
     assert after == {"epoch": 3, "index": 0}
     assert read(batches, after) == []
     assert read(batches, {"epoch": 0, "index": 11}) == read(batches, {"epoch": 1, "index": 0})
-
-
-def test_goes_on_without_end():
-    batches = Batches(source=Numbers(2), batch=2)
-    with_positions = itertools.islice(batches.iterate({"epoch": 10**6, "index": 0}), 3)
-    assert [after["epoch"] for _, after in with_positions] == [10**6 + 1, 10**6 + 2, 10**6 + 3]
 
 
 def prefetch_threads():

@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data import Corpus, Mixture, TokenBatches, bucketed
+from shardtrain.data import Corpus, Mixture, bucketed
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.hooks import Hook
@@ -58,20 +58,6 @@ def test_every_document_is_there_and_whole_ones_are_held_out(block, files, tmp_p
     # a border inside of a document would be a piece whose first token is the last one before
     assert parts[0][-1][-1] == 0
     assert len({part.fingerprint for part in (source, train_part, heldout)}) == 3
-
-
-def test_batches_have_few_shapes_and_hold_each_document_once(files, tmp_path):
-    source = corpus(files, heldout_fraction=0).train(tmp_path)
-    batches = [batch for batch, _ in TokenBatches(source=source, batch=64, epochs=1).iterate()]
-    assert {batch["tokens"].shape for batch in batches} == {(8, 9), (4, 17)}
-    assert sum(batch["weights"].sum() for batch in batches) == sum(source.lengths)
-    rows = [
-        row[: int(weights.sum()) + 1].tolist()
-        for batch in batches
-        for row, weights in zip(batch["tokens"], batch["weights"], strict=True)
-        if weights.any()
-    ]
-    assert sorted(rows) == sorted(piece for text in TEXTS for piece in pieces(text))
 
 
 @pytest.mark.full

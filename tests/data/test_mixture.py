@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Corpus, Mixture
@@ -64,24 +64,6 @@ def test_proportions_are_exact_over_a_million_draws(weights):
     assert [count_before(parts, 1234567, i, int(found.sum())) for i in range(len(weights))] == found.tolist()
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    st.lists(st.integers(4, 9), min_size=1, max_size=4),
-    st.lists(st.integers(1, 5), min_size=4, max_size=4),
-    st.integers(0, 9),
-)
-def test_each_sample_comes_once_before_any_comes_again(sizes, weights, seed):
-    sources = tuple(Numbers(i, size) for i, size in enumerate(sizes))
-    mixed = MixedSource(sources=sources, weights=((0, tuple(map(float, weights[: len(sizes)]))),), seed=seed)
-    drawn = [mixed.draw(i)[:2] for i in range(40)]
-    for source, size in enumerate(sizes):
-        mine = [sample for each, sample in drawn if each == source]
-        for start in range(0, len(mine) - size + 1, size):
-            assert sorted(mine[start : start + size]) == list(range(size))
-    with pytest.raises(IndexError):
-        mixed.draw(NUM_DRAWS)
-
-
 def test_stages_change_the_proportions_and_lose_no_sample():
     data = {"web": Data(1, 40), "code": Data(2, 30)}
     mixture = Mixture(parts=data, weights={"web": 3, "code": 1}, later="100: code 1; 120: web 1 code 1")
@@ -94,6 +76,8 @@ def test_stages_change_the_proportions_and_lose_no_sample():
     for source, size in ((0, 40), (1, 30)):
         mine = [sample for each, sample in drawn if each == source]
         assert sorted(mine[:size]) == sorted(mine[size : 2 * size]) == list(range(size))
+    with pytest.raises(IndexError):
+        mixed.draw(NUM_DRAWS)
 
 
 def test_after_kills_on_any_number_of_processes_no_sample_is_lost_or_repeated(tmp_path, pytestconfig):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from written_formats import DOCUMENTS, write_files
 
-from shardtrain.data import Batches, Corpus, write_tokens
+from shardtrain.data import Corpus, write_tokens
 
 TEXTS = [each for each in DOCUMENTS if each]
 
@@ -30,17 +30,6 @@ def test_every_token_counts_once_but_the_first_of_each_document(name, seq, tmp_p
             assert [x.dtype.name for x in sample.values()] == ["int32", "int32", "float32"]
     joined = Corpus(paths=(folder,), seq=seq, heldout_fraction=0.2).train(tmp_path / "run")
     assert train.fingerprint == f"{joined.fingerprint} separate"
-
-
-def test_a_short_last_batch_has_weights_for_tokens(tmp_path):
-    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
-    source = Corpus(paths=(folder,), seq=16, packing="separate").train(tmp_path / "run")
-    batch = Batches(source=source, batch=len(source) - 1, shuffle=False).load(
-        {"epoch": 0, "index": len(source) - 1}
-    )
-    assert batch["weights"].shape == (len(source) - 1, 16)
-    assert batch["weights"][0].any()
-    assert not batch["weights"][1:].any()
 
 
 def test_files_that_do_not_say_where_documents_end_are_refused(tmp_path):

@@ -85,19 +85,6 @@ def test_what_a_run_writes_is_not_its_data(tmp_path):
     assert Text(paths=(data,)).pack(tmp_path / "runs" / "x") == first
 
 
-def test_train_and_heldout_are_parts_of_one_file(tmp_path):
-    content = bytes(range(1, 101))
-    data = make_files(tmp_path / "data", {"a.txt": content})
-    text = Text(paths=(data,), seq=9, heldout_fraction=0.1)
-    train, heldout = text.train(tmp_path), text.heldout(tmp_path)
-    assert heldout is not None
-    assert train.path == heldout.path
-    assert [len(train), len(heldout)] == [10, 1]
-    assert bytes(train[1]["tokens"].astype(np.uint8)) == content[9:19]
-    assert bytes(heldout[0]["tokens"].astype(np.uint8)) == (content + b"\0")[-10:]
-    assert Text(paths=(data,), seq=9, heldout_fraction=0.0).heldout(tmp_path) is None
-
-
 def test_a_text_that_changes_between_the_two_calls_is_split_as_it_was(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("one " * 100)

@@ -1,15 +1,12 @@
 """Pairs of token rows: masks of padding, the split, what cannot be used, and a run on them."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from shardtrain import Run, TokenPairs, translation_loss
+from shardtrain import TokenPairs
 from shardtrain.data import write_tokens
-from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.trainer.train import train
 
 SOURCES = [[5, 6, 1, 0], [7, 1, 0, 0], [8, 0, 9, 1], [2, 3, 4, 1]] * 5
 TARGETS = [[3, 1, 0], [2, 4, 1], [1, 0, 0], [6, 7, 1]] * 5
@@ -63,25 +60,3 @@ def test_what_cannot_be_used_is_refused(changes, problem, pairs, tmp_path):
     with pytest.raises(ValueError, match=r"pairs|vocab") as error:
         list(replace(pairs, **changes).train(tmp_path))
     assert problem in str(error.value)
-
-
-@pytest.mark.full
-def test_a_run_learns_from_them(pairs, tmp_path, one_device):
-    """Padding has no weight, so the count is that of the real tokens."""
-    model = EncoderDecoderConfig(
-        vocab=10, seq=4, embed=8, num_encoder_layers=1, num_decoder_layers=1, num_heads=2,
-        positions="relative",
-    )  # fmt: skip
-    run = Run(
-        model=model,
-        data=pairs,
-        loss=translation_loss,
-        batch=8,
-        steps=3,
-        run_dir=tmp_path / "run",
-        log_every=1,
-    )
-    state = train(run, None).state
-    assert int(state.step) == 3
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in logged if "train/loss" in each] == [1, 2, 3]

@@ -144,17 +144,6 @@ def test_own_tokens(tmp_path):
     ]
 
 
-def test_fingerprint_tells_other_samples(tmp_path):
-    def fingerprint(tokens, seq=4, dtype="uint16"):
-        write_tokens(tmp_path / "a.npy", [tokens], dtype=dtype)
-        return split_tokens(tmp_path / "a.npy", seq, 0.0, 2**16)[0].fingerprint
-
-    tokens = list(range(5000))
-    assert fingerprint(tokens) == fingerprint(tokens, dtype="uint32")
-    others = [fingerprint([*tokens[:4999], 0]), fingerprint(tokens[:4996]), fingerprint(tokens, seq=5)]
-    assert len({fingerprint(tokens), *others}) == 4
-
-
 def test_a_lost_or_replaced_file_is_told(tmp_path):
     path = tmp_path / "tokens.npy"
     write_tokens(path, [range(100)])

@@ -32,7 +32,6 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.optim.schedules import Schedule
-from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.recovery import Recovery
@@ -71,7 +70,6 @@ def make_tokens(**changes: Any) -> Tokens:
         (make_run, {"names": {3: ("embed",)}}, "names has the pattern 3; give text, such as '*/kernel'"),
         (make_run, {"loss": 3}, "loss is 3; give a function"),
         (make_run, {"data": [1]}, "data is list, without train and heldout; give an object with train(folder) and heldout(folder), each returning samples by number (heldout may return None)"),
-        (Strategy, {"accumulate": 2.5}, "accumulate is 2.5; give a whole number"),
         (Strategy, {"layout": {"dta": 2}}, "layout: this layout cannot be used:\n    - axis 'dta' (did you mean 'data'?)"),
         (Strategy, {"across": "pipeline"}, "across is 'pipeline'; give an Across: across=Across(axis='pipeline')"),
         (Strategy, {"synchronisation": 3}, "synchronisation is 3; give a Synchronisation"),
@@ -83,14 +81,10 @@ def make_tokens(**changes: Any) -> Tokens:
         (Schedule, {"function": optax.constant_schedule(1.0), "peak": 0.5}, "peak is 0.5, but the rate is given as a function, which is the whole schedule; leave peak out, or function"),
         (Schedule, {"peak": None}, "peak is None; give a number"),
         (CheckpointPolicy, {"every_steps": 10.0}, "every_steps is 10.0; give a whole number or None: every_steps=10"),
-        (CheckpointPolicy, {"every_minutes": math.inf}, "every_minutes is inf; give a number or None, finite"),
         (CheckpointPolicy, {"fast": 3}, "fast is 3; give a path or None"),
-        (Recovery, {"straggler": math.inf}, "straggler is inf; give a number, finite"),
         (Recovery, {"spike": True}, "spike is True; give a number or None"),
         (Watch, {"stall_seconds": "600"}, "stall_seconds is '600'; give a number: stall_seconds=600.0"),
         (Across, {"shares": 3}, "shares is 3; give auto or None or a list, each item a number: shares=(3,)"),
-        (Across, {"memory": "gpu"}, "memory is 'gpu'; allowed: auto, device, host"),
-        (Pipeline, {"virtual_stages": 1.5}, "virtual_stages is 1.5; give a whole number"),
         (Scaling, {"batch": 3}, "batch is 3; give True or False"),
         (Allow, {"missing": "params/*"}, "missing is 'params/*'; give a list, each item text: missing=('params/*',)"),
         (StartFrom, {"step": "7"}, "step is '7'; give a whole number or best or None: step=7"),
@@ -99,8 +93,6 @@ def make_tokens(**changes: Any) -> Tokens:
         (Loading, {"workers": "4"}, "workers is '4'; give a whole number: workers=4"),
         (Augment, {"crop": (0.5,)}, "crop is (0.5,); give a list of 2, each item a number or None"),
         (make_images, {"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); give a list of 3, each item a number"),
-        (make_images, {"std": (0.5, 0.5, 0.5, 0.5)}, "std is (0.5, 0.5, 0.5, 0.5); give a list of 3, each item a number"),
-        (make_images, {"mean": (math.nan, 0.5, 0.5)}, "mean is (nan, 0.5, 0.5); give a list of 3, each item a number"),
         (make_images, {"classes": "10"}, "classes is '10'; give a whole number: classes=10"),
         (make_images, {"heldout_fraction": math.nan}, "heldout_fraction is nan; give a number, finite"),
         (make_images, {"paths": Path("a")}, "paths is PosixPath('a'); give a list, each item a path: paths=(PosixPath('a'),)"),

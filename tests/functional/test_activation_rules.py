@@ -187,17 +187,11 @@ def test_initialisers_evaluated_in_apply_see_no_mesh(partitioning, mesh):
 
 
 def test_constraints_do_nothing_outside_the_rules(mesh):
+    """Before them, and after a trace that fails."""
     x = jnp.ones((2, 2))
     assert with_logical_constraint(x, ("no such dim", "mlp")) is x
-    with activation_rules(LAYOUT.activation_rules, mesh):
-        pass
-    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
-
-
-def test_rules_end_when_the_trace_fails(mesh):
     with pytest.raises(KeyError), activation_rules(LAYOUT.activation_rules, mesh):
         raise KeyError
-    x = jnp.ones((2, 2))
     assert with_logical_constraint(x, ("no such dim", "mlp")) is x
 
 

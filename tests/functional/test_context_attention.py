@@ -23,7 +23,7 @@ from shardtrain.system.xla_flags import step_options
 RANDOM = np.random.default_rng(0)
 
 
-def arrays(num_queries, num_keys, kv_heads=2, dtype=jnp.float32, heads=4):
+def arrays(num_queries=16, num_keys=16, kv_heads=2, dtype=jnp.float32, heads=4):
     """Queries, keys, values; a mask whose rows show one key, the second half, none, and all of them."""
     shapes = (4, num_queries, heads, 8), (4, num_keys, kv_heads, 8), (4, num_keys, kv_heads, 8)
     mask = np.ones((4, num_keys), np.int32)
@@ -57,49 +57,66 @@ def on_mesh(kind, mesh, inputs, activations: Any = None, **options):
 
 STAGES = {"pipeline": 2}
 """In a mesh with stages a ring is one of pairs; these stages compute alike."""
-CASES = {
-    "pairs, to another sequence": ("ring", {**STAGES, "context": 4}, arrays(8, 12), False, True),
-    "ring, causal, padding": ("ring", {"context": 4, "tensor": 2}, arrays(16, 16), True, True),
-    "ring, to another sequence": ("ring", {"context": 4, "fsdp": 2}, arrays(8, 12), False, True),
-    "all-gather, padding": ("all-gather", {"context": 2, "fsdp": 2}, arrays(4, 6), False, True),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_that_of_whole_sequences(case, monkeypatch):
-    # so that keys are taken in several blocks
-    monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
-    kind, mesh, (inputs, mask), causal, has_mask = CASES[case]
-    options = {"causal": causal, "mask_BS": mask if has_mask else None}
-    expected = jax.jit(partial(computed, partial(attend_whole, "xla"), **options))(inputs)
-    for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-REPLICATED: Any = {"kv_heads": ()}
-FEW_KEY_HEADS = {
-    "one for all": ("ring", {"context": 2, "tensor": 2}, (4, 1), REPLICATED),
-    "unequal shares": ("ring", {"context": 2, "tensor": 3}, (6, 2), REPLICATED),
-    "one of several": ("all-gather", {"context": 2, "tensor": 4}, (4, 2), REPLICATED),
-    "several of several": ("all-to-all", {"context": 2, "tensor": 2}, (8, 4), REPLICATED),
-    "over fewer axes": (
-        "all-gather",
-        {"fsdp": 2, "context": 2, "tensor": 2},
-        (4, 2),
-        {"batch": (), "heads": ("tensor", "fsdp"), "kv_heads": ("tensor",)},
+SEGMENTS = np.array([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16, [0] + [1] * 14 + [2], np.arange(16)], np.int32)
+REPLICATED = {"activations": {"kv_heads": ()}}
+FEWER_AXES = {"batch": (), "heads": ("tensor", "fsdp"), "kv_heads": ("tensor",)}
+FEW = {"num_queries": 4, "num_keys": 4}
+OTHERS = {"mask": True, "causal": False}
+CASES: dict[str, tuple[str, dict[str, int], dict[str, int], dict[str, Any]]] = {
+    "ring, padding": ("ring", {"context": 4, "tensor": 2}, {}, {"mask": True}),
+    "ring, segments, not causal": ("ring", {"context": 2}, {}, {"segments": True, "causal": False}),
+    "ring, window of many parts": ("ring", {"context": 4}, {}, {"window": 6, "segments": True}),
+    "ring, wide window": ("ring", {"context": 4}, {}, {"window": 12}),
+    "ring, wider than all": ("ring", {"context": 2}, {}, {"window": 40}),
+    "ring, window, padding, cap": ("ring", {"context": 4}, {}, {"window": 3, "mask": True, "soft_cap": 0.5}),
+    "pairs, segments": ("ring", {**STAGES, "context": 4}, {}, {"segments": True}),
+    "pairs, window of two parts": ("ring", {**STAGES, "context": 2}, {}, {"window": 3}),
+    "pairs, window of many parts": ("ring", {**STAGES, "context": 4}, {}, {"window": 6, "segments": True}),
+    "all-gather, segments, window, cap": (
+        "all-gather", {"context": 2, "fsdp": 2}, {}, {"segments": True, "window": 3, "soft_cap": 0.5},
     ),
-}
+    "all-to-all, all options": (
+        "all-to-all", {"context": 2}, {}, {"segments": True, "mask": True, "soft_cap": 0.5, "window": 5},
+    ),
+    "pairs, to another sequence": (
+        "ring", {**STAGES, "context": 4}, {"num_queries": 8, "num_keys": 12}, OTHERS,
+    ),
+    "ring, to another sequence": (
+        "ring", {"context": 4, "fsdp": 2}, {"num_queries": 8, "num_keys": 12}, OTHERS,
+    ),
+    "all-gather, to another sequence": (
+        "all-gather", {"context": 2, "fsdp": 2}, {"num_queries": 4, "num_keys": 6}, OTHERS,
+    ),
+    "key heads, one for all": ("ring", {"context": 2, "tensor": 2}, {**FEW, "kv_heads": 1}, REPLICATED),
+    "key heads, unequal shares": ("ring", {"context": 2, "tensor": 3}, {**FEW, "heads": 6}, REPLICATED),
+    "key heads, one of several": ("all-gather", {"context": 2, "tensor": 4}, FEW, REPLICATED),
+    "key heads, several of several": (
+        "all-to-all", {"context": 2, "tensor": 2}, {**FEW, "heads": 8, "kv_heads": 4}, REPLICATED,
+    ),
+    "key heads, over fewer axes": (
+        "all-gather", {"fsdp": 2, "context": 2, "tensor": 2}, FEW, {"activations": FEWER_AXES},
+    ),
+}  # fmt: skip
+"""Case -> the kind, the mesh, the sizes of the arrays, and the options."""
+RARE = ("window of many parts", "wide window", "wider than all", "unequal shares")
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case == "unequal shares")) for case in FEW_KEY_HEADS],
+    "case", [pytest.param(case, marks=[pytest.mark.full] * case.endswith(RARE)) for case in CASES]
 )
-def test_key_heads_are_sharded_by_their_own_rule(case):
-    kind, mesh, (heads, kv_heads), rules = FEW_KEY_HEADS[case]
-    inputs, _ = arrays(4, 4, kv_heads, heads=heads)
-    expected = jax.jit(partial(computed, partial(attend_whole, "xla")))(inputs)
-    for got, wanted in zip(on_mesh(kind, mesh, inputs, rules), expected, strict=True):
+def test_it_is_that_of_whole_sequences(case, monkeypatch):
+    # so that keys are taken in several blocks
+    monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
+    kind, mesh, sizes, options = CASES[case]
+    inputs, mask = arrays(**sizes)
+    options = dict(options)
+    rules = options.pop("activations", None)
+    if options.pop("mask", False):
+        options["mask_BS"] = mask
+    if options.pop("segments", False):
+        options["segments_BT"] = SEGMENTS
+    expected = jax.jit(partial(computed, partial(attend_whole, "xla"), **options))(inputs)
+    for got, wanted in zip(on_mesh(kind, mesh, inputs, rules, **options), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -208,54 +225,6 @@ def test_what_cannot_be_split_is_refused_with_sizes_that_can():
         "\n  - 1 kv_heads cannot be split over ['tensor'] of total size 2: 1 % 2 = 1. Use another mesh, or"
         " the rule activations.kv_heads = []"
     )
-
-
-SEGMENTS = np.array([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16, [0] + [1] * 14 + [2], np.arange(16)], np.int32)
-PACKED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "ring, segments, not causal": ("ring", {"context": 2}, {"segments_BT": SEGMENTS, "causal": False}),
-    "all-gather, segments, window, soft cap": (
-        "all-gather",
-        {"context": 2, "fsdp": 2},
-        {"segments_BT": SEGMENTS, "window": 3, "soft_cap": 0.5},
-    ),
-    "ring, window of many parts": ("ring", {"context": 4}, {"window": 6, "segments_BT": SEGMENTS}),
-    "ring, wide window": ("ring", {"context": 4}, {"window": 12}),
-    "ring, wider than all": ("ring", {"context": 2}, {"window": 40}),
-    "ring, window, padding, soft cap": (
-        "ring",
-        {"context": 4},
-        {"window": 3, "mask": True, "soft_cap": 0.5},
-    ),
-    "pairs, segments": ("ring", {**STAGES, "context": 4}, {"segments_BT": SEGMENTS}),
-    "pairs, window of two parts": ("ring", {**STAGES, "context": 2}, {"window": 3}),
-    "pairs, window of many parts": ("ring", {**STAGES, "context": 4}, {"window": 6, "segments_BT": SEGMENTS}),
-    "all-to-all, segments, padding, window, soft cap": (
-        "all-to-all",
-        {"context": 2},
-        {"segments_BT": SEGMENTS, "mask": True, "soft_cap": 0.5, "window": 5},
-    ),
-}
-
-
-OTHERS = (
-    *("ring, window of many parts", "ring, wide window", "ring, wider than all"),
-    *("pairs, window of many parts",),
-)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in OTHERS)) for case in PACKED]
-)
-def test_segments_windows_and_soft_caps_are_those_of_whole_sequences(case, monkeypatch):
-    monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
-    kind, mesh, options = PACKED[case]
-    inputs, mask = arrays(16, 16)
-    options = {"mask_BS" if name == "mask" else name: value for name, value in options.items()}
-    if "mask_BS" in options:
-        options["mask_BS"] = mask
-    expected = jax.jit(partial(computed, partial(attend_whole, "xla"), **options))(inputs)
-    for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])

@@ -140,24 +140,6 @@ def test_nnx_init_equals_the_module():
     assert type(params["layers"]["10"]["kernel"]) is type(jnp.ones(1))
 
 
-def own_call(train):
-    @jax.jit
-    def call(key):
-        module = nnx.view(own_module(key), deterministic=not train, use_running_average=not train)
-        return module(X), nested(nnx.state(module, nnx.BatchStat))
-
-    return call(KEY)
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_nnx_apply_equals_the_module(train):
-    params, model_state = nnx_model().init(KEY)
-    got = nnx_model().apply(params, model_state, RNG, train, X)
-    assert_same(got, own_call(train))
-    moved = not np.allclose(got[1]["norm"]["mean"], model_state["norm"]["mean"])
-    assert moved == train
-
-
 def test_modes_that_are_attributes_of_a_users_module_are_set():
     class Own(nnx.Module):
         def __init__(self, rngs):
@@ -235,19 +217,6 @@ def test_linen_init_equals_the_module():
     assert_same({"params": params, **model_state}, variables)
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_linen_apply_equals_the_module(train):
-    module = LinenNet()
-    params, model_state = linen_model(LinenNet).init(KEY)
-    outputs, changed = module.apply(
-        {"params": params, **model_state}, X, train=train, mutable=["batch_stats"] if train else []
-    )
-    got, got_state = linen_model(LinenNet).apply(params, model_state, RNG, train, X)
-    assert_same(got, outputs, rtol=1e-5)
-    assert_same(got_state, {**model_state, **changed}, rtol=1e-5)
-    assert bool(changed) == train
-
-
 def test_a_linen_module_without_a_mode():
     model = linen_model(Neither)
     params, model_state = model.init(KEY)
@@ -276,14 +245,6 @@ def test_dims_of_nnx():
         "layers": {str(i): linear for i in range(11)},
         "blocks": {"mlp": {"kernel": ("layers", None, "mlp"), "bias": None}},
         "down": ("mlp", "embed"),
-    }
-
-
-def test_dims_of_linen():
-    assert linen_model(LinenNet).dims == {
-        "up": {"kernel": ("embed", "mlp"), "bias": None},
-        "norm": {"scale": None, "bias": None},
-        "Dense_0": {"kernel": None, "bias": None},
     }
 
 

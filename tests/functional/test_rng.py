@@ -49,31 +49,6 @@ def test_rows_beyond_32_bits_and_large_seeds():
         np.testing.assert_array_equal(np.concatenate(found), drawn("uniform", ROWS)(seed, blocks[0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "microbatches", "replicas"), [("bernoulli", 1, 4), ("normal", 2, 6), ("after both", 3, 2)]
-)
-def test_microbatches_and_vmap(name, microbatches, replicas):
-    rows = ROWS // microbatches // replicas
-    first_rows = jnp.arange(microbatches * replicas, dtype=jnp.uint32).reshape(microbatches, replicas) * rows
-
-    def replica(first):
-        return DRAWS[name](row_key(step_key(jnp.uint32(0), jnp.int32(5)), first, rows), rows)
-
-    numbers = jax.jit(lambda first_rows: jax.lax.map(jax.vmap(replica), first_rows))(first_rows)
-    np.testing.assert_array_equal(numbers.reshape(whole(name).shape), whole(name))
-
-
-def test_a_mesh_draws_as_one_device():
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharding = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
-
-    def draw(key):
-        return jax.random.normal(row_key(key, 0, ROWS), (ROWS, 2, 4))
-
-    key = jax.random.key(3)
-    np.testing.assert_array_equal(jax.jit(draw, out_shardings=sharding)(key), jax.jit(draw)(key))
-
-
 def test_other_leading_sizes_are_shared_by_all_rows():
     key, shape = jax.random.key(0), (WIDTH, ROWS)
     draws = [jax.random.uniform(row_key(key, first, 4), shape) for first in (0, 4, 8)]

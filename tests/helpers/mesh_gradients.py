@@ -19,8 +19,10 @@ from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 
-def compile_gradients(model, layout: Layout, batch, microbatches=1, *, counts=(), **options) -> Any:
-    """Return the compiled gradients of `next_token_loss`, their arguments, and the stages or None.
+def compile_gradients(
+    model, layout: Layout, batch, microbatches=1, *, counts=(), loss=next_token_loss, **options
+) -> Any:
+    """Return the compiled gradients of a loss, their arguments, and the stages or None.
 
     Args:
       model: of `from_nnx`.
@@ -28,6 +30,7 @@ def compile_gradients(model, layout: Layout, batch, microbatches=1, *, counts=()
       batch: arrays (rows, ...) by name.
       microbatches: number of parts of the batch.
       counts: blocks of each stage.
+      loss: of the batch.
       options: of `make_placement`.
     """
     mesh = make_mesh(layout, jax.devices()[: math.prod(layout.mesh.values())])
@@ -37,9 +40,7 @@ def compile_gradients(model, layout: Layout, batch, microbatches=1, *, counts=()
     rows = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
     rows = {name: jax.device_put(x, placement.batch) for name, x in rows.items()}
     arguments = state.params, state.model_state, step_key(state.seed, state.step), rows
-    compute = jax.jit(
-        make_gradients(model, next_token_loss, placement), compiler_options=placement.compiler_options
-    )
+    compute = jax.jit(make_gradients(model, loss, placement), compiler_options=placement.compiler_options)
     compiled = compute.lower(*arguments).compile()
     text = compiled.as_text() or ""
     assert (permutes_in_branches(text), find_unordered(text)) == ([], [])  # or it could wait for ever

@@ -24,6 +24,7 @@ from shardtrain.train_step.step import make_step
 
 MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
 ROWS, SEQ, RATE, STEPS = 16, 4, 0.5, 5
+SGD, ADAM = optax.sgd(RATE), optax.adam(1e-2)
 NESTEROV = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
 MESHES = {
     "data": {"data": 4},
@@ -64,25 +65,32 @@ def plain_gradient(params, batch):
     return jax.grad(loss)(params)
 
 
+@cache
+def make(synchronisation, mesh, optimizer, last_step):
+    """The placement and the step, compiled once."""
+    layout = Layout(mesh=dict(mesh))
+    jax_mesh = make_mesh(layout, jax.devices()[: math.prod(layout.mesh.values())])
+    stages = STAGES if "pipeline" in layout.mesh else None
+    placement = make_placement(
+        MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation, stages=stages
+    )
+    return placement, make_step(MODEL, next_token_loss, optimizer, placement, last_step=last_step)
+
+
 def steps(
     synchronisation, mesh, num_steps=STEPS, optimizer=None, state=None, first=0, last_step=-1, logged=None
 ):
     """The states after each step, on the host; and the placement. Metrics are appended to `logged`."""
-    optimizer = optimizer or optax.sgd(RATE)
-    layout = Layout(mesh=mesh)
-    jax_mesh = make_mesh(layout, jax.devices()[: math.prod(mesh.values())])
-    stages = STAGES if "pipeline" in mesh else None
-    placement = make_placement(
-        MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation, stages=stages
-    )
-    step = make_step(MODEL, next_token_loss, optimizer, placement, last_step=last_step)
+    optimizer = optimizer or SGD
+    placement, step = make(synchronisation, tuple(mesh.items()), optimizer, last_step)
+    stages, layout = placement.stages, placement.layout
     state = init_state(MODEL, optimizer, placement, 3) if state is None else state
     found = [jax.device_get(state)]
     state = jax.device_put(state, placement.state)
     for batch in batches()[first:num_steps]:
         if stages is not None:
             batch = by_microbatch(batch, mesh["data"])
-        batch = place(batch, jax_mesh, layout.batch_axes, 1 if stages is None else MICROBATCHES)
+        batch = place(batch, placement.mesh, layout.batch_axes, 1 if stages is None else MICROBATCHES)
         state, metrics = step(state, batch)
         assert metrics["skipped"] == 0
         if logged is not None:

@@ -10,10 +10,16 @@ from shardtrain import next_token_loss
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
+
+RATES = Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6, memory_bytes=1e9)
+SLOW = Link(bytes_per_second=1e8, latency_seconds=1e-5)
+NODES = Machine(rates=RATES, devices_per_node=4, device_link=Link(bytes_per_second=1e9), node_link=SLOW)
+ONE_NODE = Machine(rates=RATES, device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6))
 
 
 def subject_of(config, rows=16, **fields):

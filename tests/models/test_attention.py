@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,15 +68,23 @@ def differentiate(attention, inputs):
     return out, *gradients
 
 
+@cache
+def draw_inputs(case):
+    """Queries, keys and values, and what the definition gives in float64 with its gradients."""
+    random, num_keys = np.random.default_rng(0), 7 if case == "another sequence" else 11
+    shapes = (3, 11, 4, 8), (3, num_keys, 2, 8), (3, num_keys, 2, 8)
+    inputs = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in inputs]
+        return inputs, differentiate(partial(by_definition, **CASES[case]), wide)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_results_and_gradients_are_those_of_the_definition(name, case, monkeypatch):
     # several blocks, and the last of them padded
     monkeypatch.setattr(blockwise, "AT_ONCE", 4)
-    options, random = CASES[case], np.random.default_rng(0)
-    num_keys = 7 if case == "another sequence" else 11
-    shapes = (3, 11, 4, 8), (3, num_keys, 2, 8), (3, num_keys, 2, 8)
-    inputs = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+    options, (inputs, expected) = CASES[case], draw_inputs(case)
     traced = {key: x for key, x in options.items() if isinstance(x, (np.ndarray, np.generic))}
     fixed = {key: x for key, x in options.items() if key not in traced}
 
@@ -90,10 +98,6 @@ def test_results_and_gradients_are_those_of_the_definition(name, case, monkeypat
         with pytest.raises(ValueError, match=re.escape("; ".join(obstacles)) + ". Use 'auto'"):
             jax.eval_shape(compute, inputs, traced)
         return
-    with jax.enable_x64(True):
-        expected = differentiate(
-            partial(by_definition, **options), [jnp.asarray(x, jnp.float64) for x in inputs]
-        )
     for got, wanted in zip(jax.jit(compute)(inputs, traced), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-5)
 

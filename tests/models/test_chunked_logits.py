@@ -11,13 +11,10 @@ import pytest
 
 from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.loss import Regularized, masked_token_loss, next_token_loss
-from shardtrain.functional.metrics import add_metrics, next_token_accuracy
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
-from shardtrain.models.generate import generate
-from shardtrain.models.sampling import Sampling
 from shardtrain.plan.compile import compile_step, describe_devices, figures
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -123,22 +120,6 @@ def test_tokens_are_read_one_by_one_or_all(pure):
         logits[:, -1, 0]
     with pytest.raises(ValueError, match="allowed: -1"):
         logits.argmax(0)
-
-
-@pytest.mark.full
-def test_metrics_and_generated_text_are_the_same(pure):
-    params = pure(GPT).params
-    loss = add_metrics(next_token_loss, accuracy=next_token_accuracy)
-    found, texts = [], []
-    for chunk in (None, 5):
-        apply = jax.tree_util.Partial(pure(replace(GPT, loss_chunk=chunk)).apply, params)
-        found.append(loss(apply, BATCH)[2]["accuracy"])
-        for cached in (False, True):
-            options = {"seq": 7, "sampling": Sampling(temperature=0.0), "cached": cached}
-            texts.append(np.stack(generate(apply, list(TOKENS[:, :3]), 3, jax.random.key(0), **options)))
-    assert found[0] == found[1]
-    for text in texts[1:]:
-        np.testing.assert_array_equal(text, texts[0])
 
 
 def test_a_chunk_below_one_is_refused():

@@ -1,9 +1,7 @@
 """The encoder: shapes, dims, padding that nobody sees, options that must not change its numbers."""
 
 import functools
-import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from bare_models import list_parameters
 
-from shardtrain.models.encoder import EncoderConfig, bert_base
+from shardtrain.models.encoder import EncoderConfig
 
 BERT = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, mlp=24, segments=3, remat="none")
 RANDOM = np.random.default_rng(0)
@@ -63,34 +61,6 @@ def test_parameter_tree():
     assert dims == {path: ("layers",) * path.startswith("blocks") + own for path, own in expected.items()}
 
 
-def test_the_preset_has_the_published_size():
-    """Without the pooler and the head of the second task."""
-    assert sum(math.prod(v.shape) for _, v in list_parameters(bert_base())) == 109_514_298
-
-
-def test_logits_are_float32_and_bfloat16_is_close(plain, logits_of):
-    rounded = logits_of(replace(BERT, dtype="bfloat16"), TOKENS, MASK, SEGMENTS)
-    assert rounded.dtype == plain.dtype == jnp.float32
-    assert 1e-4 < np.abs(rounded - plain).max() / np.abs(plain).max() < 3e-2
-
-
-def test_every_position_sees_both_sides(plain, logits_of):
-    changed = TOKENS.copy()
-    changed[0, 6] = (changed[0, 6] + 1) % 32
-    after = logits_of(BERT, changed, MASK, SEGMENTS)
-    assert (np.abs(after[0] - plain[0]).max(-1) > 1e-3).all()
-    np.testing.assert_array_equal(after[1], plain[1])
-
-
-def test_padding_is_seen_by_nobody(plain, logits_of):
-    changed, segments = TOKENS.copy(), SEGMENTS.copy()
-    changed[1, 5:], segments[1, 5:] = 7, 0
-    after = logits_of(BERT, changed, MASK, segments)
-    assert_close(after[1, :5], plain[1, :5])
-    assert_close(logits_of(BERT, TOKENS[1:, :5], None, SEGMENTS[1:, :5])[0], plain[1, :5])
-    assert np.abs(logits_of(BERT, TOKENS, np.ones_like(MASK), SEGMENTS)[1, :5] - plain[1, :5]).max() > 1e-3
-
-
 def test_without_mask_and_segments_all_are_seen_and_of_the_first(logits_of):
     expected = logits_of(BERT, TOKENS, np.ones_like(MASK), np.zeros_like(SEGMENTS))
     assert_close(logits_of(BERT, TOKENS), expected)
@@ -100,41 +70,6 @@ def test_without_mask_and_segments_all_are_seen_and_of_the_first(logits_of):
 def test_options_change_the_numbers(plain, logits_of):
     for change in ({"eps": 0.1}, {"activation": "gelu"}):
         assert np.abs(logits_of(replace(BERT, **change), TOKENS, MASK, SEGMENTS) - plain).max() > 1e-4
-
-
-@pytest.mark.full
-def test_parts_in_any_order_have_the_masks_of_a_call(pure, seeded, quick_jit):
-    """A pipeline's way, with dropout: first, run on shares of the blocks, last, each a program."""
-    config = replace(BERT, dropout=0.25)
-
-    def part(work):
-        return quick_jit(lambda *given: work(seeded(config, pure(BERT).params, 3), *given))
-
-    def run(share):
-        def work(module: Any, stream, keys):
-            return module.run(jax.tree.map(lambda leaf: leaf[share], module.blocks), stream, keys[share])
-
-        return part(work)
-
-    keys = part(lambda module: module.block_keys())()
-    stream = part(lambda module: module.first(TOKENS, MASK, SEGMENTS))()
-    for share in (slice(0, 1), slice(1, 2)):
-        stream = run(share)(stream, keys)
-    whole = part(lambda module: module(TOKENS, MASK, SEGMENTS))()
-    assert_close(part(lambda module, stream: module.last(stream))(stream), whole)
-    deterministic = quick_jit(lambda: seeded(config, pure(BERT).params, 3, True)(TOKENS, MASK, SEGMENTS))()
-    assert np.abs(whole - deterministic).max() > 1e-2
-
-
-def test_every_problem_of_a_configuration_is_reported():
-    with pytest.raises(ValueError, match="EncoderConfig") as error:
-        replace(BERT, segments=0, activation="swiglu", vocab=0)
-    assert str(error.value).splitlines() == [
-        "EncoderConfig:",
-        "  - activation is 'swiglu'; allowed: gelu, gelu_erf",
-        "  - vocab is 0; it must be at least 1. Use vocab=1 or more.",
-        "  - segments is 0; it must be at least 1. Use segments=1 or more.",
-    ]
 
 
 def test_tokens_longer_than_seq_are_refused(pure):

@@ -1,6 +1,7 @@
 """A mixture of experts on one device: the choice, the products, the losses of its routers, its options."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,7 @@ def test_ragged_products_are_batched_over_replicas():
     x, kernel = jax.random.normal(jax.random.key(0), (2, 6, 3)), jnp.ones((2, 3, 4))
     counts = jnp.array([[2, 4], [6, 0]])
 
+    @jax.jit
     def gradient(x, counts):
         return jax.grad(lambda k: (experts_products.multiply_ragged(x, k, counts) ** 2).sum())(kernel)
 
@@ -101,7 +103,7 @@ def test_dropped_choices_are_those_above_the_capacity(text):
     """First choices come before second ones, earlier tokens before later ones, in each row by itself."""
     options = Experts.parse(text)
     logits = jax.random.normal(jax.random.key(3), (4, 9, options.num)) * 2
-    choice, counts = choose(options, logits)
+    choice, counts = jax.jit(partial(choose, options))(logits)
     room = options.room(9)
     order = np.argsort(-np.asarray(logits), -1, kind="stable")[..., : options.top]
     expected, dropped = order.copy(), np.zeros(4)
@@ -122,7 +124,8 @@ def test_dropped_choices_are_those_above_the_capacity(text):
 
 def routed(text, tokens, **options):
     """The logits of a decoder and its `Routing`."""
-    return replace(CONFIG, experts=text, **options)(nnx.Rngs(0))(tokens, auxiliary=True)
+    config = replace(CONFIG, experts=text, **options)
+    return jax.jit(lambda tokens: config(nnx.Rngs(0))(tokens, auxiliary=True))(tokens)
 
 
 TOKENS = jax.random.randint(jax.random.key(5), (4, 8), 0, 16)
@@ -201,21 +204,22 @@ def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
 
 def test_biases_follow_the_error_of_the_loads_in_training_alone():
     model = from_nnx(replace(CONFIG, experts=Experts(num=4, top=1, bias=0.01, balance=0)))
-    params, state = model.init(jax.random.key(0))
+    params, state = jax.jit(model.init)(jax.random.key(0))
     assert model.axis_name is not None
-    out, moved = model.apply(params, state, jax.random.key(0), True, TOKENS)
+    apply = jax.jit(model.apply, static_argnums=3)
+    out, moved = apply(params, state, jax.random.key(0), True, TOKENS)
     loads = np.asarray(out.auxiliary.chosen_BLE.sum(0))
     bias = np.asarray(moved["blocks"]["mlp"]["router_bias"])
     np.testing.assert_allclose(bias, 0.01 * np.sign(8 - loads), rtol=1e-6)
     assert len(np.unique(bias)) > 1
-    _, still = model.apply(params, moved, jax.random.key(0), False, TOKENS)
+    _, still = apply(params, moved, jax.random.key(0), False, TOKENS)
     np.testing.assert_array_equal(still["blocks"]["mlp"]["router_bias"], bias)
 
 
 def test_biases_change_the_choice_and_no_weight():
     options = Experts.parse("num=3,top=2,scores=sigmoid,normalised=all")
     logits = jnp.array([[[2.0, 1.0, 0.0]]])
-    choice, _ = choose(options, logits, jnp.array([0.0, 0.0, 1.0]))
+    choice, _ = jax.jit(partial(choose, options))(logits, jnp.array([0.0, 0.0, 1.0]))
     assert choice.experts_BTK.tolist() == [[[2, 0]]]
     np.testing.assert_allclose(choice.weights_BTK[0, 0], jax.nn.sigmoid(jnp.array([0.0, 2.0])), rtol=1e-6)
 
@@ -226,7 +230,7 @@ def test_experts_are_of_the_best_groups(scores):
     options = Experts.parse(f"num=12,top=3,scores={scores},groups=4,top_groups=2,normalised=all")
     logits = jax.random.normal(jax.random.key(3), (2, 16, 12))
     bias = jnp.linspace(-0.2, 0.2, 12) if scores == "sigmoid" else jnp.zeros(12)
-    choice, _ = choose(options, logits, bias)
+    choice, _ = jax.jit(partial(choose, options))(logits, bias)
     all_scores = np.asarray(jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits))
     anywhere = 0
     for row, token in np.ndindex(2, 16):
@@ -281,7 +285,7 @@ def test_flops_count_active_experts_alone():
 def test_a_capacity_above_all_tokens_drops_nothing():
     options = Experts.parse("num=2,top=2,capacity=1.0")
     assert options.room(8) == 8
-    _, counts = choose(options, jnp.zeros((1, 8, 2)))
+    _, counts = jax.jit(partial(choose, options))(jnp.zeros((1, 8, 2)))
     assert counts["dropped"].tolist() == [0]
 
 

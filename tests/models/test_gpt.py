@@ -31,7 +31,7 @@ def test_the_file_is_short_and_imports_only_names_of_dims():
 
 
 def test_later_tokens_change_no_earlier_logits():
-    model = nnx.view(CONFIG(nnx.Rngs(params=0, dropout=1)), deterministic=True)
+    model = nnx.jit(nnx.view(CONFIG(nnx.Rngs(params=0, dropout=1)), deterministic=True))
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, CONFIG.seq))
     later = tokens.copy()
     later[:, 9:] = (later[:, 9:] + 1) % CONFIG.vocab

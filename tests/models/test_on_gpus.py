@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from bare_models import make_loss
 
-from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.layers import Norm, lookup
 from shardtrain.models.lora import Lora
 from shardtrain.models.ops import GpuOps, OneGpuOps, Ops, set_ops
 from shardtrain.models.vit import VitConfig
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
 
 SIZES: Any = {"vocab": 16, "seq": 6, "embed": 8, "num_layers": 2, "num_heads": 2}
 GPT = DecoderConfig(**SIZES)
@@ -30,22 +27,7 @@ TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 
 def loss_of(config, inputs=TOKENS, *, ops: Ops = ONE_GPU):
     """A loss of a model with these operations, under rules of one device or of two, and its parameters."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
-
-    # parameters that are not 0 and 1, so that biases and gains matter
-    def value(path, x):
-        mean = "scale" in jax.tree_util.keystr(path)
-        return jnp.asarray(mean + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype)
-
-    params = jax.tree.map_with_path(value, params)
-    layout = Layout() if ops == ONE_GPU else Layout(mesh={"data": 2})
-    mesh = make_mesh(layout, jax.devices()[: 1 if ops == ONE_GPU else 2])
-
-    def loss(params):
-        with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            return jnp.square(set_ops(nnx.merge(graph, params), ops)(inputs)).sum()
-
-    return loss, params
+    return make_loss(config, inputs, ops, 1 if ops == ONE_GPU else 2)
 
 
 def program(loss, params):

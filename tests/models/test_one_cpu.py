@@ -7,43 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bare_models import make_loss
 from flax import nnx
 
 import shardtrain as st
-from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.run_trace import find_model_ops
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.ops import GpuOps, Ops, set_ops
+from shardtrain.models.ops import GpuOps, Ops
 from shardtrain.models.ops.cpus import OneCpuOps
 from shardtrain.models.ops.kernel_product import kernel_product
 from shardtrain.models.transformer import exact_gelu
 from shardtrain.plan.compile import compile_step
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import step_options
 
-CONFIG = DecoderConfig(vocab=16, seq=6, embed=8, num_layers=3, num_heads=2, activation="gelu_erf", bias=False)
+CONFIG = DecoderConfig(vocab=16, seq=6, embed=8, num_layers=2, num_heads=2, activation="gelu_erf", bias=False)
 TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 
 
 def loss_of(config, ops=None):
     """A loss of a model under the rules of one device, and its parameters."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
-
-    def value(path, x):
-        mean = "scale" in jax.tree_util.keystr(path)
-        return jnp.asarray(mean + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype)
-
-    params = jax.tree.map_with_path(value, params)
-    layout = Layout()
-    mesh = make_mesh(layout, jax.devices()[:1])
-
-    def loss(params):
-        with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            model = nnx.merge(graph, params)
-            return jnp.square(set_ops(model, find_model_ops() if ops is None else ops)(TOKENS)).sum()
-
-    return loss, params
+    return make_loss(config, TOKENS, ops)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +57,7 @@ def test_the_form_is_for_one_cpu_alone():
     here = str(jax.make_jaxpr(jax.grad(loss))(params))
     # two barriers of a block forward, two of the gradient
     assert here.count("optimization_barrier") >= 4
-    assert "unroll=3" in here
+    assert f"unroll={CONFIG.num_layers}" in here
     elsewhere = str(jax.make_jaxpr(jax.grad(loss_of(CONFIG, GpuOps())[0]))(params))
     assert "optimization_barrier" not in elsewhere
     assert "unroll=1" in elsewhere

@@ -25,13 +25,15 @@ from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 SEQ, VOCAB = 12, 32
-LEARNED = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=2, num_heads=4, mlp=32)
-ROTARY = replace(LEARNED, positions="rotary", num_kv_heads=2, norm="rmsnorm", bias=False, tied=False)
+LEARNED = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=2, num_heads=4, mlp=32, remat="none")
+ROTARY = replace(
+    LEARNED, remat="weights", positions="rotary", num_kv_heads=2, norm="rmsnorm", bias=False, tied=False
+)
 EVERYTHING = replace(
-    ROTARY, num_layers=3, activation="geglu", norm="rmsnorm_plus_one", post_norm=True, qk_norm=True,
-    qkv_bias=True, window=3, full_every=2, theta=500.0, window_theta=100.0, rotary_dims=2, query_scale=0.4,
-    rope_scaling=YarnScaling(factor=4, original_seq=8, fast=2, slow=0.5), soft_cap=2.0, logits_soft_cap=3.0,
-    embed_scale=4.0, tied=True, loss_chunk=8,
+    ROTARY, remat="none", num_layers=3, activation="geglu", norm="rmsnorm_plus_one", post_norm=True,
+    qk_norm=True, qkv_bias=True, window=3, full_every=2, theta=500.0, window_theta=100.0, rotary_dims=2,
+    query_scale=0.4, rope_scaling=YarnScaling(factor=4, original_seq=8, fast=2, slow=0.5), soft_cap=2.0,
+    logits_soft_cap=3.0, embed_scale=4.0, tied=True, loss_chunk=8,
 )  # fmt: skip
 BESIDE = replace(ROTARY, parallel=True, post_norm=True, only_post_norm=True, qk_norm=True, qk_norm_joint=True)
 """Halves beside each other, norms behind them alone, and of all heads together."""

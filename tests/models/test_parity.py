@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 from golden_models import GOLDEN, load_golden, load_model, select
 
 from shardtrain.models import huggingface
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.families import read_config, write_config
 
 # test_generate.py has the tokens of these, and others here have their options
@@ -73,25 +71,6 @@ def test_every_gradient(golden, ours):
     assert all(np.abs(x).max() > 1e-4 for name, x in theirs.items() if not name.endswith("key.bias"))
     for name, expected in theirs.items():
         np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
-
-
-LLAMA = DecoderConfig(
-    vocab=32, seq=12, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp=24,
-    positions="rotary", theta=500.0, norm="rmsnorm", activation="swiglu", bias=False, tied=False,
-)  # fmt: skip
-READ = {
-    "llama": LLAMA,
-    "mistral": replace(LLAMA, window=4),
-    "qwen3": replace(LLAMA, qk_norm=True),
-    "phi3": replace(LLAMA, embed=32, head_dim=None, rotary_dims=4, window=4),
-    "gemma": replace(LLAMA, norm="rmsnorm_plus_one", activation="geglu", tied=True, embed_scale=4.0),
-}
-"""The configurations of `GENERATED`; those of other files have their logits compared."""
-
-
-@pytest.mark.parametrize("name", READ)
-def test_configurations_are_read(name):
-    assert read_config(load_model(name)[0])[1] == READ[name]
 
 
 SWITCHED = {

@@ -15,9 +15,6 @@ from flax import nnx
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.convolution import EPS, Stack
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.sharding.array_dims import NamedArray
-from shardtrain.sharding.resolve import resolve
-from shardtrain.sharding.rules import PARAMETER_RULES
 
 CONFIG = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
 SHALLOW = replace(CONFIG, depth=11)
@@ -43,16 +40,6 @@ def test_blocks_are_counted_and_a_list():
     module = nnx.eval_shape(lambda: ResNetConfig(depth=110)(nnx.Rngs(0)))
     assert isinstance(module.blocks, nnx.List)
     assert len(module.blocks) == ResNetConfig(depth=110).num_blocks == 36
-
-
-def test_every_parameter_is_placed_by_the_default_rules():
-    arrays = {
-        "/".join(map(str, path)): NamedArray(dims=v.get_metadata()["out_sharding"], shape=v.shape)
-        for path, v in list_parameters(replace(CONFIG, colours=3))
-    }
-    specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
-    assert specs["blocks/1/convolutions/1/kernel"] == ((), (), ("fsdp",), ("tensor",))
-    assert specs["head/kernel"] == (("fsdp",), ("tensor",))
 
 
 def test_logits_are_those_of_preactivated_bottlenecks(pure, quick_jit):
@@ -225,31 +212,11 @@ def test_every_block_is_in_a_stack_of_its_group():
     )  # fmt: skip
 
 
-def test_remat_keeps_less(pure):
-    def kept(config):
-        backward = lambda params: jax.vjp(pure(config).apply, params, IMAGES)[1]  # noqa: E731
-        arrays = jax.tree.leaves(jax.eval_shape(backward, pure(config).params))
-        return sum(x.size for x in arrays)
-
-    assert kept(replace(SHALLOW, remat=True)) < 0.5 * kept(SHALLOW)
-
-
 def test_every_parameter_has_a_gradient_and_remat_changes_none(loss_and_gradient):
     jax.tree.map(assert_close, loss_and_gradient(replace(SHALLOW, remat=True)), loss_and_gradient(SHALLOW))
     for path, gradient in jax.tree.leaves_with_path(loss_and_gradient(SHALLOW)[1]):
         assert np.isfinite(gradient).all(), path
         assert np.abs(gradient).max() > 1e-6, path
-
-
-def test_parts_in_programs_of_their_own_make_the_whole(pure, quick_jit):
-    """A pipeline's way: first, run on shares of the blocks, last."""
-    params = pure(CONFIG).params
-    part = lambda work: quick_jit(lambda *given: work(filled(CONFIG, params), *given))  # noqa: E731
-    x = part(lambda module: module.first(jnp.asarray(IMAGES)))()
-    for share in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        x = part(lambda module, x, share=share: module.run(module.blocks[share], x, module.block_keys()))(x)
-    logits = part(lambda module, x: module.last(x))(x)
-    assert_close(logits, quick_jit(pure(CONFIG).apply)(params, IMAGES))
 
 
 def test_running_statistics_change_in_training_alone(pure, quick_jit):
@@ -268,38 +235,3 @@ def test_running_statistics_change_in_training_alone(pure, quick_jit):
     ):
         assert np.abs(new - old).min() > 0, path
     assert np.abs(logits - evaluated).max() > 0.1
-
-
-def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):
-    exact, rounded = (
-        quick_jit(pure(config).apply)(pure(SHALLOW).params, IMAGES)
-        for config in (SHALLOW, replace(SHALLOW, dtype="bfloat16"))
-    )
-    assert rounded.dtype == jnp.float32
-    assert 1e-4 < np.abs(exact - rounded).max() / np.abs(exact).max() < 0.1
-
-
-@pytest.mark.parametrize(
-    ("change", "problems"),
-    [
-        ({"depth": 50}, ["depth is 50; it must be 9 n + 2. Use depth=47 or depth=56."]),
-        ({"depth": 2}, ["depth is 2; it must be 9 n + 2. Use depth=11 or depth=20."]),
-        (
-            {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float8"},
-            [
-                "norm is 'layer'; allowed: group, batch",
-                "dtype is 'float8'; allowed: float32, bfloat16, float16",
-                "filters is 0; it must be at least 1. Use filters=1 or more.",
-                "colours is -1; it must be at least 1. Use colours=1 or more.",
-            ],
-        ),
-        (
-            {"filters": 5},
-            ["filters 5 is not a multiple of num_groups 2: 5 % 2 = 1. Use filters=4 or filters=6."],
-        ),
-    ],
-)
-def test_every_problem_of_a_configuration_is_reported(change, problems):
-    with pytest.raises(ValueError, match="ResNetConfig") as error:
-        replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["ResNetConfig:", *(f"  - {problem}" for problem in problems)]

@@ -12,7 +12,6 @@ from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
 from shardtrain.models.key_value_cache import NewCache
 from shardtrain.models.lora import Lora
-from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -82,28 +81,6 @@ def test_a_mesh_shards_rows_and_heads_of_both_caches(pure, quick_jit):
     np.testing.assert_allclose(found, read_whole(RELATIVE, pure, quick_jit), rtol=1e-5, atol=1e-5)
     for slots in (cache.keys_LBSHK, cache.target.keys_LBSHK):
         assert slots.sharding.spec == PartitionSpec(None, ("data", "fsdp"), None, "tensor")
-
-
-@pytest.mark.full  # test_t5.py has targets of transformers, with a cache and without
-@pytest.mark.parametrize(
-    ("config", "sampling"),
-    [
-        (replace(LEARNED, tied=False), Sampling(temperature=0.0)),
-        (RELATIVE, Sampling(temperature=2.0, top_k=9)),
-    ],
-    ids=["greedy", "drawn"],
-)
-def test_targets_with_a_cache_are_those_without_one(config, sampling, pure):
-    model = jax.tree_util.Partial(pure(config).apply, pure(config).params)
-    sources = [[1, 4, 1, 4, 9, 3], [2], [2, 7]]
-    options = {"seq": 12, "begin": 3, "sampling": sampling, "end": [9]}
-    with_cache, without, by_two = (
-        [tokens.tolist() for tokens in generate(model, sources, 8, KEY, **options, cached=cached, rows=rows)]
-        for cached, rows in ((True, None), (False, None), (True, 2))
-    )
-    assert with_cache == without == by_two
-    assert len({tuple(tokens) for tokens in with_cache}) == 3
-    assert len({token for tokens in with_cache for token in tokens}) > 3
 
 
 def test_what_does_not_fit_is_refused(pure):

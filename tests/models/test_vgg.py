@@ -12,13 +12,9 @@ from bare_models import fill, list_parameters
 from flax import nnx
 
 from shardtrain.models.vgg import VggConfig
-from shardtrain.sharding.array_dims import NamedArray
-from shardtrain.sharding.resolve import resolve
-from shardtrain.sharding.rules import PARAMETER_RULES
 
 CONFIG = VggConfig(filters=4, num_groups=2, colours=1, hidden=16, classes=8)
 RNG = np.random.default_rng(0)
-IMAGES = RNG.normal(size=(4, 32, 32, 1)).astype(np.float32)
 
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
@@ -35,22 +31,6 @@ def test_sizes_are_the_published_ones(depth, kernels):
     hidden = list_parameters(replace(config, hidden=4096))
     more = 512 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096 * 10 + 10
     assert sum(math.prod(v.shape) for _, v in hidden) == kernels + num_norm + more
-
-
-def test_every_parameter_is_placed_by_the_default_rules():
-    arrays = {
-        "/".join(map(str, path)): NamedArray(dims=v.get_metadata()["out_sharding"], shape=v.shape)
-        for path, v in list_parameters(replace(CONFIG, colours=3))
-    }
-    specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
-    assert specs["blocks/1/convolution/kernel"] == ((), (), ("fsdp",), ("tensor",))
-    assert specs["classifier/1/kernel"] == (("tensor",), ("fsdp",))
-
-
-@pytest.fixture(scope="module")
-def logits(pure, quick_jit):
-    """config -> logits of `IMAGES`."""
-    return functools.cache(lambda config: quick_jit(pure(config).apply)(pure(config).params, IMAGES))
 
 
 def test_the_image_is_halved_five_times(pure):
@@ -72,65 +52,3 @@ def test_the_classifier_has_two_hidden_layers(pure, quick_jit):
     h = np.maximum(x[:, 0, 0] @ first["kernel"] + first["bias"], 0)
     h = np.maximum(h @ second["kernel"] + second["bias"], 0)
     assert_close(quick_jit(lambda: filled().last(x))(), h @ third["kernel"] + third["bias"])
-
-
-@pytest.mark.full
-def test_parts_in_any_order_have_the_masks_of_a_call(pure, seeded, quick_jit):
-    """Each part in a program of its own, from the same seed; two calls of one model differ."""
-    config = replace(CONFIG, dropout=0.5)
-    params = pure(CONFIG).params
-
-    def part(work):
-        return quick_jit(lambda *given: work(seeded(config, params, 3), *given))
-
-    x = part(lambda module: module.first(jnp.asarray(IMAGES)))()
-    for share in (slice(0, 5), slice(5, 13)):
-        x = part(lambda module, x, share=share: module.run(module.blocks[share], x, module.block_keys()))(x)
-    logits = part(lambda module, x: module.last(x))(x)
-    first, second = part(lambda module: (module(jnp.asarray(IMAGES)), module(jnp.asarray(IMAGES))))()
-    assert_close(logits, first)
-    assert not np.allclose(first, second)
-
-
-def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
-    config = replace(CONFIG, dropout=0.5)
-    module = lambda: seeded(config, pure(CONFIG).params, 3, deterministic=True)  # noqa: E731
-    assert_close(quick_jit(lambda: module()(jnp.asarray(IMAGES)))(), logits(CONFIG))
-
-
-@pytest.mark.parametrize(
-    ("change", "problems"),
-    [
-        ({"depth": 17}, ["depth is 17; allowed are 16, 19. Use depth=16."]),
-        (
-            {"height": 8, "width": 40},
-            [
-                "height 8 is not a multiple of 2 ** poolings 32: 8 % 32 = 8. Use height=32.",
-                "width 40 is not a multiple of 2 ** poolings 32: 40 % 32 = 8. Use width=32 or width=64.",
-            ],
-        ),
-        (
-            {"hidden": 0, "filters": 3, "dropout": 1.0},
-            [
-                "hidden is 0; it must be at least 1. Use hidden=1 or more.",
-                "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
-                "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
-            ],
-        ),
-        (
-            {"hidden": None, "dropout": 0.5},
-            ["dropout is 0.5 and there are no hidden features. Use dropout=0.0 or hidden=512."],
-        ),
-        (
-            {"norm": "groups", "dtype": "bfloat"},
-            [
-                "norm is 'groups'; allowed: group, batch",
-                "dtype is 'bfloat'; allowed: float32, bfloat16, float16",
-            ],
-        ),
-    ],
-)
-def test_every_problem_of_a_configuration_is_reported(change, problems):
-    with pytest.raises(ValueError, match="VggConfig") as error:
-        replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["VggConfig:", *(f"  - {problem}" for problem in problems)]

@@ -11,8 +11,6 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, find_muon_dims, make_optimizer, select_decayed
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
@@ -126,16 +124,6 @@ def test_weight_decay_applies_to_matrices():
     assert select_decayed(DIMS, PARAMS) == {name: name in MATRICES for name in DIMS}
 
 
-def test_weight_decay_of_the_decoder():
-    """Kernels and tables, and no bias or gain, also those with two dims."""
-    model = from_nnx(DecoderConfig(vocab=8, seq=4, embed=4, num_layers=2, num_heads=2))
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    for path, value in jax.tree.leaves_with_path(select_decayed(model.dims, shapes)):
-        name = path[-1].key
-        assert value == (name not in ("bias", "scale")), path
-        assert name in ("bias", "scale", "kernel", "embedding", "positions")
-
-
 def test_muon_takes_the_matrices_of_the_blocks():
     assert {name: found for name, found in find_muon_dims(DIMS).items() if found is not None} == {
         "up": MuonDimensionNumbers((1,), (2,)),
@@ -165,52 +153,11 @@ def test_weight_decay_is_decoupled(name):
         np.testing.assert_allclose(update, -share * PARAMS[path], rtol=1e-5, atol=1e-9, err_msg=path)
 
 
-def test_weight_decay_of_sgd_is_not_in_the_momentum():
-    optimizer, _ = make_optimizer(
-        Optimizer(name="sgd", learning_rate=Schedule(name="constant", peak=0.1), weight_decay=0.5, clip=None),
-        10,
-        {"w": ("embed", "mlp")},
-    )
-    params = {"w": jnp.ones((2, 2))}
-    state, zeros = optimizer.init(params), {"w": jnp.zeros((2, 2))}
-    for _ in range(3):
-        updates, state = optimizer.update(zeros, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params["w"], 0.95**3, rtol=1e-6)  # type: ignore[index]
-
-
 def test_lamb_scales_the_decay_with_the_update():
     """You et al. 2020: the trust ratio makes the step as long as rate times the parameter."""
     updates = one_update(name="lamb", weight_decay=0.5)
     np.testing.assert_allclose(updates["up"], -0.01 * FEW["up"], rtol=1e-5)
     np.testing.assert_array_equal(updates["q_bias"], 0)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_decreases_a_quadratic(name):
-    rate = {"sgd": 0.1, "muon": 0.2}.get(name, 0.05)
-    optimizer, _ = make_optimizer(
-        Optimizer(name=name, learning_rate=Schedule(name="constant", peak=rate), weight_decay=0.0),
-        60,
-        {name: DIMS[name] for name in FEW},
-    )
-
-    def loss(params):
-        return sum(jnp.square(p - 3).sum() for p in jax.tree.leaves(params))
-
-    @jax.jit
-    def train(params):
-        def step(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[1]
-
-    values = np.asarray(train(FEW))
-    assert values[-1] < 0.5 * values[0]
-    assert values[20] < values[0]
 
 
 def test_optimizers_equal_those_of_optax():

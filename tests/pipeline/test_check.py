@@ -35,25 +35,6 @@ def refused(table):
 
 @settings(deadline=None)
 @given(tables(), st.data())
-def test_a_task_that_is_dropped_is_missed(table, data):
-    index = data.draw(st.integers(0, len(table.tasks) - 1))
-    text = refused(with_tasks(table, table.tasks[:index] + table.tasks[index + 1 :]))
-    gone = table.tasks[index]
-    assert f"microbatch {gone.microbatch} on stage {gone.stage} is missing; add it" in text
-    assert text.count("\n") == 1
-
-
-@settings(deadline=None)
-@given(tables(), st.data())
-def test_a_task_that_is_doubled_is_refused(table, data):
-    task = data.draw(st.sampled_from(table.tasks))
-    tick = data.draw(st.sampled_from([task.tick, table.num_ticks]))
-    text = refused(with_tasks(table, [*table.tasks, task._replace(tick=tick)]))
-    assert f"microbatch {task.microbatch} on stage {task.stage} occurs 2 times; remove 1" in text
-
-
-@settings(deadline=None)
-@given(tables(), st.data())
 def test_a_task_that_is_moved_before_what_it_needs_is_refused(table, data):
     """Or, where it needs nothing, behind what needs it."""
     task = data.draw(st.sampled_from(table.tasks))

@@ -45,10 +45,3 @@ def test_each_block_is_in_the_group_of_its_owners(cuts):
     # all islands go through their groups in one order, and the ends of the model have one owner a replica
     assert [group.blocks[0] for group in groups] == sorted(group.blocks[0] for group in groups)
     assert set(groups[0].stages) == {0}
-
-
-def test_alike_cuts_have_a_group_for_each_stage():
-    cut = Partition(num_stages=3, counts=(2, 4, 3))
-    found = owner_groups([cut, cut])
-    assert [group.stages for group in found] == [(0, 0), (1, 1), (2, 2)]
-    assert [len(group.blocks) for group in found] == [2, 4, 3]

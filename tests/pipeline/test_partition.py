@@ -42,24 +42,6 @@ def test_the_best_of_all_cuts(costs, data):
     assert judged(found, costs, first, last) == best
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_parts", "ends", "expected"),
-    [
-        ([1] * 10, 4, {}, [3, 3, 2, 2]),
-        # the slowest part is the same in many cuts; the others are even among themselves
-        ([9, 1, 1, 1, 1, 1, 1], 3, {}, [1, 3, 3]),
-        # 2, 9 and 12 would have less of squares, but a slower part
-        ([2, 9, 11, 1], 3, {}, [2, 1, 1]),
-        ([1] * 12, 4, {"last_cost": 3}, [4, 4, 3, 1]),
-        ([1] * 8, 2, {"first_cost": 2}, [3, 5]),
-        ([0.5, 0.25, 0.25], 2, {}, [1, 2]),
-        ([0, 0, 0], 3, {}, [1, 1, 1]),
-    ],
-)
-def test_cuts_by_value(costs, num_parts, ends, expected):
-    assert cut(costs, num_parts, **ends) == expected
-
-
 def test_what_cannot_be_cut_is_told():
     with pytest.raises(ValueError) as error:
         cut([1, -2, float("nan")], 4, last_cost=float("inf"))
@@ -113,13 +95,6 @@ def test_what_cannot_be_read_is_told(text, told):
 )
 def test_equal_leaves_the_rest_to_the_middle(num_blocks, num_parts, expected):
     assert counts("equal", num_blocks, num_parts) == expected
-
-
-@given(st.integers(1, 40), st.integers(1, 16))
-def test_equal_parts_differ_by_one_at_most(num_parts, more):
-    found = counts("equal", num_parts + more, num_parts)
-    assert sum(found) == num_parts + more
-    assert max(found) - min(found) <= 1
 
 
 def test_counts_by_cost_are_the_cut():

@@ -155,14 +155,6 @@ def texts(table):
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        (
-            one_forward_one_backward(3, 4),
-            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
-        ),
-        (
-            interleaved(2, 2, 2),
-            ["F0a F1a F0b F1b B0b B1b B0a B1a", "F0a F1a F0b B0b F1b B1b B0a B1a"],
-        ),
         # the order for four microbatches, without the one that is not there
         (
             interleaved(2, 3, 2),
@@ -187,11 +179,6 @@ def texts(table):
                 "F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a",
                 "F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a",
             ],
-        ),
-        (one_forward_one_backward(2, 2, lockstep=True), ["F0 F1 B0 B1", "F0 B0 F1 B1"]),
-        (
-            zero_bubble(2, 3, lockstep=True),
-            ["F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"],
         ),
     ],
 )

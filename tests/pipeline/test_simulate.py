@@ -34,14 +34,6 @@ def test_unequal_stages_by_hand():
     assert found.live == (2, 2)
 
 
-def test_transfers_delay_the_receiver_only():
-    found = simulate(gpipe(2, 2), UNEQUAL, transfer_seconds=0.5)
-    assert by_text(found.start) == {
-        "f0@0": 0, "f1@0": 1, "f0@1": 1.5, "f1@1": 4.5, "b0@1": 7.5, "b1@1": 8.5, "b0@0": 9, "b1@0": 11,
-    }  # fmt: skip
-    assert (found.makespan, found.bubble) == (13, 1 - 14 / 26)
-
-
 def test_transfers_may_differ_by_part_and_kind():
     """Down to part 1 takes 2 seconds, back up none."""
     asked = []

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from planned_steps import subject_of
+from planned_steps import NODES as MACHINE
+from planned_steps import RATES, subject_of
 from tiny_language_model import TinyConfig
 
 from shardtrain import cli
@@ -19,7 +20,6 @@ from shardtrain.plan.pools import plan_pools
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from tests.cli.test_inspect import TINY_RUN
-from tests.plan.test_planner import MACHINE, RATES
 
 TINY = TinyConfig(vocab=64, seq=64, embed=32, num_layers=4, mlp=192)
 

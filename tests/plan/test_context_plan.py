@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from planned_steps import ONE_NODE as MACHINE
 from planned_steps import compiled, subject_of
 
 from shardtrain.functional.loss import translation_loss
@@ -19,7 +20,6 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.device_calls import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
-from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
@@ -30,10 +30,6 @@ from shardtrain.plan.trace import Target
 from shardtrain.sharding.layout import Layout
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=128)
-MACHINE = Machine(
-    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
-    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
-)
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from planned_steps import ONE_NODE as MACHINE
 from planned_steps import compiled, subject_of
 
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
 from shardtrain.sharding.layout import Layout
-
-MACHINE = Machine(
-    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
-    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
-)
-
 
 CONFIG = DecoderConfig(
     vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=64, activation="swiglu"

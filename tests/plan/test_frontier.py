@@ -6,6 +6,7 @@ from itertools import product
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planned_steps import ONE_NODE as MACHINE
 from planned_steps import subject_of
 
 from shardtrain import next_token_loss
@@ -16,7 +17,6 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.islands import ReplicaPlanner
-from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.search import find_frontier
 from shardtrain.plan.space import (
@@ -32,10 +32,6 @@ from shardtrain.sharding.layout import Layout
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
 ROWS = 16
-MACHINE = Machine(
-    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6, memory_bytes=1e9),
-    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
-)
 SPACE = Space(accumulates=(1, 4), remats=("none", "dots", "full"))
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen.spmd import with_logical_constraint
-from planned_steps import compiled, subject_of
+from planned_steps import NODES as MACHINE
+from planned_steps import RATES, SLOW, compiled, subject_of
 from tiny_language_model import TinyConfig
 
 from shardtrain import Text
@@ -26,7 +27,7 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
 from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradients
 from shardtrain.plan.islands import KindPlan, ReplicaPlanner, estimate_times
-from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
+from shardtrain.plan.machine import Link, Machine, make_machine, make_simulated_machine
 from shardtrain.plan.predict import find_sharding, predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Sharding
@@ -45,10 +46,7 @@ from shardtrain.trainer.planned import make_planned_strategy, make_subjects
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
 ROWS, SEQ = 16, 64
-RATES = Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6, memory_bytes=1e9)
 COPYING = replace(RATES, copies_stacked=True)
-SLOW = Link(bytes_per_second=1e8, latency_seconds=1e-5)
-MACHINE = Machine(rates=RATES, devices_per_node=4, device_link=Link(bytes_per_second=1e9), node_link=SLOW)
 
 
 def one(program, axes=(), sizes=(), stacking=RATES.stacking_seconds):

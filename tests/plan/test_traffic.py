@@ -159,24 +159,6 @@ def test_a_block_reduces_four_times_over_tensor(sequence_sharded):
     assert in_blocks == {"collective-permute": 2 * runs * (TENSOR["tensor"] - 1)}
 
 
-@pytest.mark.parametrize(
-    ("config", "mesh", "zero"),
-    [
-        (TIED, DATA, 3),
-        (UNTIED, MIXED, 3),
-        (TIED, MIXED, 1),
-    ],
-)
-def test_gradients_of_replicas_are_reduced_once_per_step(config, mesh, zero):
-    """No collective over data stands in a loop; over fsdp none where parameters are whole."""
-    step = program(config, mesh, microbatches=4, **({} if zero == 3 else {"zero": zero}))
-    replica_axes = {axis for axis in step.layout.replica_axes if step.sizes[axis] > 1}
-    assert replica_axes == {"data", *(["fsdp"] if zero < 3 else [])} & set(mesh)
-    over = [found for found in step.figures.collectives if replica_axes & set(found.axes)]
-    assert any(found.payload_bytes > 1000 for found in over)
-    assert [found for found in over if found.in_loop] == []
-
-
 @pytest.mark.full
 def test_a_loss_in_chunks_sends_no_more():
     chunked, plain = (

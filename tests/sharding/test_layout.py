@@ -18,7 +18,6 @@ from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES
 
 TABLES = sorted(Path(__file__).parents[2].glob("meshes/*.toml"))
 MESHES = [path for path in TABLES if "[mesh]" in path.read_text()]
-SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
 KNOWN_AXES = "pipeline, data, fsdp, expert, context, tensor"
 
 
@@ -76,11 +75,6 @@ def test_the_axis_of_experts_has_examples_of_its_own():
     assert Layout(mesh={"expert": 2}).batch_axes == ("data", "fsdp", "expert")
     assert Layout(mesh={"expert": 2}).replica_axes == ("data",)
     assert Layout(mesh={"expert": 1}).batch_axes == ("data", "fsdp")
-
-
-def test_rules_may_be_lists():
-    layout = Layout(parameters={"embed": ["data", "fsdp"]})  # type: ignore[arg-type]
-    assert layout.parameters == {"embed": ("data", "fsdp")}
 
 
 def test_every_dim_has_both_rules():

@@ -28,8 +28,3 @@ def test_the_mesh_has_all_axes_in_order_over_all_devices(asked, num_devices, siz
 
 def test_the_default_is_every_device():
     assert make_mesh(Layout()).shape["data"] == jax.device_count() == 8
-
-
-def test_another_number_of_devices():
-    with pytest.raises(ValueError, match="mesh 'data=4' needs 4 devices, and there are 8"):
-        make_mesh(Layout(mesh={"data": 4}))

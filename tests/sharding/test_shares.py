@@ -23,18 +23,12 @@ def proportional(total, weights):
 @pytest.mark.parametrize(
     ("total", "weights", "options", "expected"),
     [
-        (32, [3, 1], {}, [24, 8]),
-        (10, [0.1, 0.2, 0.7], {}, [1, 2, 7]),
         (1, [1, 1], {}, [1, 0]),
         (1, [1, 1.0000001], {}, [0, 1]),
-        (5, [1, 0, 4], {}, [1, 0, 4]),
         # one part is an island without rows
         (8, [0, 1], {"minimum": 3}, [0, 8]),
         # layers: a slow stage gets its one, the others share the rest as they would among themselves
         (12, [1, 40, 40, 19], {"minimum": 1}, [1, 5, 4, 2]),
-        # rows: each island splits its own over its devices
-        (32, [3, 1], {"multiples": 4}, [24, 8]),
-        (100, [1, 1], {"multiples": [8, 2]}, [48, 52]),
         (6, [1, 1], {"multiples": [2, 6], "minimum": 1}, None),
         (12, [1, 5, 0], {"multiples": [4, 8, 16], "minimum": 1}, [4, 8, 0]),
     ],
@@ -53,16 +47,6 @@ def test_shares_add_up_and_are_near_proportion(total, weights):
     assert sum(found) == total
     assert all(abs(share - want) < 1 for share, want in zip(found, proportional(total, weights), strict=True))
     assert all(share == 0 for share, weight in zip(found, weights, strict=True) if not weight)
-
-
-@given(TOTALS, WEIGHTS)
-def test_more_weight_gives_no_smaller_share(total, weights):
-    found = shares(total, weights)
-    for i, j in product(range(len(weights)), repeat=2):
-        if weights[i] > weights[j]:
-            assert found[i] >= found[j]
-        elif weights[i] == weights[j] and i < j:
-            assert 0 <= found[i] - found[j] <= 1
 
 
 @given(TOTALS, WEIGHTS, st.integers(-8, 8))

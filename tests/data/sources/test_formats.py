@@ -322,15 +322,6 @@ def test_a_bad_line_is_named_with_its_row(line, why, tmp_path):
     assert "8 documents, 96 tokens; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
 
 
-def test_a_file_that_changed_is_read_again(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "first words"}\n' * 3)
-    corpus = Corpus(paths=(path,), seq=4)
-    first = corpus.train(tmp_path / "run").fingerprint
-    path.write_text('{"text": "other and more words"}\n' * 3)
-    assert corpus.train(tmp_path / "run").fingerprint != first
-
-
 def test_a_shard_that_vanishes_while_it_is_read_is_named(tmp_path):
     write_files("npy", tmp_path / "data", DOCUMENTS)
     windows = Corpus(paths=(tmp_path / "data",), seq=16).train(tmp_path / "run")

@@ -52,34 +52,6 @@ def only(found) -> Collective:
     return found[0]
 
 
-constrain = lax.with_sharding_constraint
-
-
-class TestLayouts:
-    """What a layout must move in theory."""
-
-    def test_fsdp_over_stacked_layers_runs_once_per_layer(self):
-        sizes, num_layers = {"fsdp": 4, "tensor": 2}, 5
-
-        def loss(weights, x):
-            def layer(x, weight):
-                return jnp.tanh(constrain(x @ constrain(weight, P()), P("fsdp"))), None
-
-            return (lax.scan(layer, x, weights)[0] ** 2).sum()
-
-        spec = P(None, "fsdp")
-        arguments = [((num_layers, 64, 64), spec), ((32, 64), P("fsdp"))]
-        found = read(jax.grad(loss), make_mesh(**sizes), arguments, spec)
-        wire_bytes = (sizes["fsdp"] - 1) / sizes["fsdp"] * num_layers * 64 * 64 * FLOAT_BYTES
-        assert sum_by_axis(found)["reduce-scatter", ("fsdp",)] == (num_layers, wire_bytes)
-        assert sum_by_axis(found)["all-gather", ("fsdp",)][0] == num_layers
-        assert all([loop.trip_count for loop in c.loops] == [num_layers] for c in found)
-
-    def test_no_collective(self):
-        found = read(lambda x: jnp.tanh(x) * 2, make_mesh(data=8), [((32, 64), P("data"))])
-        assert found == ()
-
-
 SHIFT = [(i, (i + 1) % 4) for i in range(4)]
 ROWS_BYTES = 8 * 16 * FLOAT_BYTES
 PRIMITIVES = {

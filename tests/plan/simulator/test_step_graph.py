@@ -6,12 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from planned_steps import NODES as MACHINE
 from planned_steps import subject_of
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.plan.machine import BETWEEN, Link, Machine, Rates
+from shardtrain.plan.machine import BETWEEN
 from shardtrain.plan.predict import predict_choices, steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.step_graph import make_step_graph
@@ -19,13 +20,6 @@ from shardtrain.plan.step_collectives import GRADIENT, Collective
 from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
-
-MACHINE = Machine(
-    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
-    devices_per_node=4,
-    device_link=Link(bytes_per_second=1e9),
-    node_link=Link(bytes_per_second=1e8, latency_seconds=1e-5),
-)
 
 STRATEGIES = [
     Choice(layout=Layout(mesh={"data": 6}), accumulate=2, remat="none"),
