@@ -148,7 +148,7 @@ def main(options: Options) -> None:
         (run_mpi if options.side == "mpi" else run_elastic)(options)
         return
     pairs, rows = {"islands, TLS": "MPI, TCP", "islands, local": "MPI, memory"}, []
-    sides = [*pairs, *pairs.values()]
+    sides = [*ISLAND_SIDES, *pairs.values()]
     for milliseconds in options.milliseconds:
         for megabytes in options.megabytes:
             case = Options(

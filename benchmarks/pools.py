@@ -56,7 +56,7 @@ class Slowed:
 
 
 run = text_run(
-    {"seq": 64, "embed": 128, "num_layers": 4},
+    {"seq": 128, "embed": 256, "num_layers": 4},
     Path(os.environ.get(TIMES, "runs/pools")).with_suffix(""),
     steps=STEPS,
     batch=24,
