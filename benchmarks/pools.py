@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from paired import markdown
-from ranks import CpuQuota, text_run
+from ranks import RunQuota, text_run
 
 from shardtrain import Hook
 
@@ -31,28 +32,23 @@ QUOTA_STEP, STEPS, MEASURED = 5, 25, 16
 NAMES = ("fast", "half", "quarter")
 
 
-class Slowed:
-    """Begins this island's quota after some steps, and writes the median seconds of the last ones."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.quota: CpuQuota | None = None
-
-    def __call__(self, step: int) -> None:
+def list_hooks() -> Iterator[Hook]:
+    """Yield the hooks of a run that is measured; each rank then has its quota."""
+    if PARTS in os.environ:
         from shardtrain.islands.rank_environment import find_rank_environment
 
-        found = find_rank_environment(os.environ)
-        rank = 0 if found is None else found.rank
-        self.times.append(time.monotonic())
-        if len(self.times) == QUOTA_STEP:
-            self.quota = CpuQuota(float(os.environ[PARTS].split(",")[rank]))
-            self.quota.begin()
-        if self.quota is not None and len(self.times) == STEPS:
-            # evaluation and the save are not measured
-            self.quota.end()
-            seconds = median(b - a for a, b in pairwise(self.times[-MEASURED:]))
-            if rank == 0:
-                Path(os.environ[TIMES]).write_text(str(seconds))
+        found, file = find_rank_environment(os.environ), Path(os.environ[TIMES])
+        part = float(os.environ[PARTS].split(",")[found.rank if found else 0])
+        yield Hook(on_step=RunQuota(part, file.parent, QUOTA_STEP, STEPS).on_step)
+        times: list[float] = []
+
+        def measure(step: int) -> None:
+            times.append(time.monotonic())
+            if step == STEPS:
+                # evaluation and the save are not measured
+                file.write_text(str(median(b - a for a, b in pairwise(times[-MEASURED:]))))
+
+        yield Hook(on_step=measure)
 
 
 run = text_run(
@@ -61,7 +57,7 @@ run = text_run(
     steps=STEPS,
     batch=24,
     evaluate_batches=1,
-    hooks=(Hook(on_step=Slowed()),) if PARTS in os.environ else (),
+    hooks=tuple(list_hooks()),
 )
 
 

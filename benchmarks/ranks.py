@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,29 @@ class CpuQuota:
             if names.split(",")[0] == ("cpu" if self._is_v1 else ""):
                 return self._root / path.lstrip("/")
         return self._root
+
+
+class RunQuota:
+    """The quota of this rank for some steps of a run; rank 0, which alone has hooks, tells the others by files.
+
+    Args:
+      part: of a core, as of `CpuQuota`.
+      folder: a folder of all ranks, for the files.
+      first, last: after these steps the quotas of all ranks begin and end.
+    """
+
+    def __init__(self, part: float, folder: Path, first: int, last: int) -> None:
+        self._quota, self._events = CpuQuota(part), {first: "begin", last: "end"}
+        self._folder = folder
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def on_step(self, step: int) -> None:
+        """Tell all ranks, as a hook of a run."""
+        if step in self._events:
+            (self._folder / f"quota_{self._events[step]}").touch()
+
+    def _follow(self) -> None:
+        for event, act in ("begin", self._quota.begin), ("end", self._quota.end):
+            while not (self._folder / f"quota_{event}").exists():
+                time.sleep(0.01)
+            act()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import tyro
 from paired import markdown
-from ranks import CpuQuota, bind, join_ranks, text_run
+from ranks import RunQuota, bind, join_ranks, text_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +172,9 @@ def read_curve(
 
 
 def make_run(
-    options: Options, way: Way, num_islands: int, folder: Path, pauses: Any, quota: CpuQuota | None
+    options: Options, way: Way, num_islands: int, folder: Path, pauses: Any, quota: RunQuota | None
 ) -> Any:
-    """Return the run, whose loss pauses by the options; its quota is set after the first steps."""
+    """Return the run, whose loss pauses by the options."""
     import jax
 
     from shardtrain import Hook, Optimizer, Recovery, Schedule, Strategy
@@ -185,13 +185,6 @@ def make_run(
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
         return next_token_loss(apply, batch)
-
-    def limit(step: int) -> None:
-        assert quota is not None
-        if step == options.first_step // 2:
-            quota.begin()
-        elif step == options.steps:
-            quota.end()
 
     # the slow worker, the last one, has rows by its speed
     shares = (float(options.slow),) * (num_islands // options.num_stages - 1) + (1.0,)
@@ -209,7 +202,7 @@ def make_run(
             across=across,
             pipeline=Pipeline(in_flight=way.in_flight),
         ),
-        hooks=(Hook(on_step=limit),) if quota else (),
+        hooks=(Hook(on_step=quota.on_step),) if quota else (),
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
@@ -285,7 +278,9 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     # the loss, and with it the pauses, is computed by the last stage of each worker
     pauses = Pauses(options, worker, way.microbatches, islands.comm.Split(stage).Barrier)
     part = options.core / (options.slow if worker == num_islands // options.num_stages - 1 else 1)
-    quota = CpuQuota(part) if part < 1 else None
+    # rank 0 tells when to all if any has a quota
+    is_limited = options.core < 1 or options.slow > 1
+    quota = RunQuota(part, folder, options.first_step // 2, options.steps) if is_limited else None
     train(make_run(options, way, num_islands, folder, pauses, quota), Console(file=io.StringIO()), islands)
     islands.all_gather_islands("trained", None)
     found = None
