@@ -101,7 +101,7 @@ class CpuQuota:
 
 
 class RunQuota:
-    """The quota of this rank for some steps of a run; rank 0, which alone has hooks, tells the others by files.
+    """The quota of this rank for some steps of a run; rank 0, which has the hooks, tells the others by files.
 
     Args:
       part: of a core, as of `CpuQuota`.
