@@ -212,7 +212,7 @@ class OperatorPass:
         return found
 
     def _leave(self, value: _Value) -> _Value:
-        """Return a value as operators without shards get it: with the rows of the layout.
+        """Return a value as operators and loops without shards get and give it: with the rows of the layout.
 
         The compiler would keep what it has; its loops are wrong for some ways to split rows (docs/xla).
         """
@@ -250,11 +250,15 @@ class OperatorPass:
         num_whole = num_consts + num_carried
         # later blocks read what the block before made
         _, found = self._trace(called, _split_steps(values, num_whole))
-        if not self._list_blocks():
+        has_entry = not self.table or bool(self._list_blocks())
+        if not has_entry:
             values = [self._leave(value) for value in values]
         for number, made in enumerate(found[:num_carried], num_consts):
             values[number] = replace(
-                values[number], maker=made.maker or values[number].maker, shards=made.shards
+                values[number],
+                maker=made.maker or values[number].maker,
+                shards=made.shards if has_entry else values[number].shards,
+                rows=made.rows,
             )
         consts, carry, rows = split_operands(equation, [value.array for value in values])
         stacks: list[list[Any]] = []
@@ -270,7 +274,9 @@ class OperatorPass:
         pieces = map(list, zip(*ordered, strict=True))
         stacked = [jnp.concatenate(each) if len(each) > 1 else each[0] for each in pieces]
         whole = [replace(v, array=x) for v, x in zip(found, carry, strict=False)]
-        return [*whole, *(v.shift(1, array=x) for v, x in zip(found[num_carried:], stacked, strict=True))]
+        whole += [v.shift(1, array=x) for v, x in zip(found[num_carried:], stacked, strict=True)]
+        # what reads the results must not change the sharding inside of the loop
+        return whole if has_entry else [self._leave(replace(v, shards=v.shards or {})) for v in whole]
 
     def _list_blocks(self) -> list[range | None]:
         """Return the blocks of each key of the table for an operator of a scan; None for all of them."""

@@ -65,20 +65,15 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
         }.items()
         if getattr(synchronisation, name) != getattr(plain, name)
     ]
-    codec, synchronisation = split_codec(synchronisation)
-    if codec not in ("", *CODECS):
-        problems.append(
-            f"codec {codec!r} keeps a residual on one island, which is lost with it; islands that come and go"
-            f" send by {' or '.join(CODECS)}, without one"
-        )
-    elif type(synchronisation).rounds is not Synchronisation.rounds:
+    _, synchronisation = split_codec(synchronisation)
+    if type(synchronisation).rounds is not Synchronisation.rounds:
         problems.append(f"{type(synchronisation).__name__} has rounds of its own; use Synchronisation")
     elif jax.tree.leaves(
         jax.eval_shape(synchronisation.combiner.init, {"": jax.ShapeDtypeStruct((8, 8), "float32")})
     ):
         problems.append(
             f"--combine is {synchronisation.by!r}, whose state is known to one island only, and lost with it;"
-            " use mean or adasum"
+            f" use mean or adasum, alone or after one of the codecs {', '.join(CODECS)}"
         )
     elif not synchronisation.combiner.is_common:
         problems.append(
@@ -88,11 +83,9 @@ def find_exchange_problems(synchronisation: Synchronisation) -> list[str]:
 
 
 def split_codec(synchronisation: Synchronisation) -> tuple[str, Synchronisation]:
-    """Return the codecs of a synchronisation, "" for none, and the one without them."""
-    if not isinstance(synchronisation.by, str):
-        return "", synchronisation
-    codec, _, by = synchronisation.by.rpartition("+")
-    return codec, replace(synchronisation, by=by)
+    """Return the codec by which islands send, "" for none, and the synchronisation without it."""
+    codec, _, by = synchronisation.by.partition("+") if isinstance(synchronisation.by, str) else ("", "", "")
+    return (codec, replace(synchronisation, by=by)) if codec in CODECS else ("", synchronisation)
 
 
 def make_exchange(

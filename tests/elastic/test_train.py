@@ -262,7 +262,7 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
         ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
         (
             {"strategy": Strategy(synchronisation=Synchronisation(by="top_k:0.1+mean"))},
-            "send by bfloat16 or int8, without one",
+            "whose state is known to one island only",
         ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
