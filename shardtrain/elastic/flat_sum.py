@@ -1,5 +1,6 @@
 """The arrays of a sum, packed into a flat one for each dtype and cut into chunks. Next: `ring.py`."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -30,14 +31,15 @@ class Packing:
         dtypes = (np.dtype(x.dtype) for x in like)
         self._kinds = list(zip(dtypes, codecs or [""] * len(like), strict=True))
         self._shapes = [tuple(np.shape(x)) for x in like]
-        self._sizes = [int(np.prod(shape)) for shape in self._shapes]
-        self._flat = list(dict.fromkeys(self._kinds))
-        parts = list(zip(self._sizes, self._kinds, strict=True))
-        totals = [sum(size for size, of in parts if of == kind) for kind in self._flat]
-        self.like = [
-            np.broadcast_to(np.zeros((), d), n) for (d, _), n in zip(self._flat, totals, strict=True)
-        ]
-        self.codecs = [CODECS[codec] if codec else Plain(dtype) for dtype, codec in self._flat]
+        self._flat = {kind: CODECS[kind[1]] if kind[1] else Plain(kind[0]) for kind in self._kinds}
+        self.codecs = list(self._flat.values())
+        # the elements of a block are of one array
+        pairs = zip(self._shapes, (self._flat[kind].block for kind in self._kinds), strict=True)
+        self._sizes = [-(-math.prod(shape) // block) * block for shape, block in pairs]
+        self.like = []
+        for kind in self._flat:
+            size = sum(size for size, of in zip(self._sizes, self._kinds, strict=True) if of == kind)
+            self.like.append(np.broadcast_to(np.zeros((), kind[0]), size))
 
     def make_zeros(self) -> Arrays:
         """Return the flat arrays, of zeros."""
@@ -50,7 +52,8 @@ class Packing:
             own = [i for i, of in enumerate(self._kinds) if of == kind]
             ends = list(accumulate(self._sizes[i] for i in own))
             for i, end in zip(own, ends, strict=True):
-                found[i] = whole[end - self._sizes[i] : end].reshape(self._shapes[i])
+                start, shape = end - self._sizes[i], self._shapes[i]
+                found[i] = whole[start : start + math.prod(shape)].reshape(shape)
         return [found[i] for i in range(len(found))]
 
 
@@ -71,7 +74,7 @@ class FlatSum:
 
     def chunk(self, index: int) -> "Part":
         # no copy, though sockets read it later: it is replaced by a sum that the next member adds it to first
-        parts = zip(self._codecs, cut_chunk(self.arrays, index, self.num_chunks), strict=True)
+        parts = zip(self._codecs, self._cut(index), strict=True)
         encoded = [x for codec, part in parts for x in codec.encode(part)]
         return Part(encoded, index, self.num_chunks)
 
@@ -92,8 +95,10 @@ class FlatSum:
                 f"part {payload.index} of {payload.num} of a sum was sent where part {index} of"
                 f" {self.num_chunks} is due; all islands must run the same version"
             )
-        own = cut_chunk(self.arrays, index, self.num_chunks)
-        return zip(own, decode_all(self._codecs, payload.arrays), strict=True)
+        return zip(self._cut(index), decode_all(self._codecs, payload.arrays), strict=True)
+
+    def _cut(self, index: int) -> Arrays:
+        return cut_chunk(self.arrays, index, self.num_chunks, [codec.block for codec in self._codecs])
 
 
 def decode_all(codecs: Sequence[Codec], encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -112,14 +117,17 @@ class Part:
     num: int = 1
 
 
-def cut_chunk(arrays: Arrays, index: int, num_chunks: int) -> Arrays:
-    """Return a chunk of each array, views of it.
+def cut_chunk(arrays: Arrays, index: int, num_chunks: int, blocks: Sequence[int]) -> Arrays:
+    """Return a chunk of each array, a view of it, cut between its blocks of so many elements.
 
-    >>> [len(cut_chunk([np.zeros(7)], index, 3)[0]) for index in range(3)]
+    >>> [len(cut_chunk([np.zeros(7)], index, 3, [1])[0]) for index in range(3)]
     [2, 2, 3]
+    >>> [len(cut_chunk([np.zeros(8)], index, 3, [2])[0]) for index in range(3)]
+    [2, 2, 4]
     """
     found = []
-    for x in arrays:
+    for x, block in zip(arrays, blocks, strict=True):
         flat = x.reshape(-1)
-        found.append(flat[index * flat.size // num_chunks : (index + 1) * flat.size // num_chunks])
+        start, end = (each * (flat.size // block) // num_chunks * block for each in (index, index + 1))
+        found.append(flat[start:end])
     return found

@@ -366,7 +366,8 @@ class ElasticIsland:
         like = self._packing.like
         if isinstance(message, Update):
             return [np.empty(x.shape, x.dtype) for x in like]
-        parts = zip(self._packing.codecs, cut_chunk(like, index, num), strict=True)
+        codecs = self._packing.codecs
+        parts = zip(codecs, cut_chunk(like, index, num, [codec.block for codec in codecs]), strict=True)
         return [x for codec, part in parts for x in codec.list_arrays(part.size)]
 
     def _check(self, epoch: Epoch) -> Epoch:

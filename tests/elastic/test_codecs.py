@@ -47,13 +47,29 @@ def test_errors_are_small_and_no_number_stays_none(name):
         assert not np.isfinite(codec.decode(codec.encode(x))[700])
 
 
+def test_a_small_array_beside_a_large_one_keeps_its_numbers():
+    packing = Packing([np.empty(16, np.float32), np.empty((30, 20), np.float32)], ["int8"] * 2)
+    own = packing.make_zeros()
+    small, large = packing.view(own)
+    small[:], large[:] = np.float32(2e-3), np.float32(1)
+    rings = [FlatSum(own, packing.codecs)] * 3
+    small, large = packing.view(sum_as_ring(rings).arrays)
+    np.testing.assert_allclose(small, 6e-3, rtol=0.02)
+    np.testing.assert_allclose(large, 3, rtol=0.02)
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_all_members_hold_the_same_numbers(name, size):
     shapes = [np.empty((30, 20), np.float32), np.empty(3, np.float32), np.empty(2, np.int64)]
     packing = Packing(shapes, [name, "", ""])
     rng = np.random.default_rng(size)
-    sums = [[rng.standard_normal(600, np.float32), np.ones(3, np.float32), np.arange(2)] for _ in range(size)]
+    sums = []
+    for _ in range(size):
+        sums.append(packing.make_zeros())
+        given = rng.standard_normal((30, 20), np.float32), np.ones(3, np.float32), np.arange(2)
+        for x, y in zip(packing.view(sums[-1]), given, strict=True):
+            x[...] = y
     own = [FlatSum(each, packing.codecs) for each in sums]
     rings = [Ring(each.copy(size), index, size) for index, each in enumerate(own)]
     while not rings[0].is_whole:
@@ -70,7 +86,7 @@ def test_all_members_hold_the_same_numbers(name, size):
     weights, counts, numbers = packing.view(first)
     np.testing.assert_array_equal(counts, [size] * 3)
     np.testing.assert_array_equal(numbers, np.arange(2) * size)
-    exact = np.sum([each[0] for each in sums], 0).reshape(30, 20)
+    exact = np.sum([packing.view(each)[0] for each in sums], 0)
     off = np.abs(weights - exact).max() / np.abs(exact).max()
     assert off == 0 if size == 1 else 0 < off < 2 * ERRORS[name]
     assert all(

@@ -25,8 +25,8 @@ def test_a_sum_is_bitwise_that_of_a_ring(size):
     found = sum_as_ring([FlatSum([x], [Plain(x.dtype)]) for x in sums]).arrays[0]
     for chunk in range(size):
         # it begins at the member of its number
-        parts = [cut_chunk([sums[(chunk + i) % size]], chunk, size)[0] for i in range(size)]
-        np.testing.assert_array_equal(cut_chunk([found], chunk, size)[0], reduce(add, parts))
+        parts = [cut_chunk([sums[(chunk + i) % size]], chunk, size, [1])[0] for i in range(size)]
+        np.testing.assert_array_equal(cut_chunk([found], chunk, size, [1])[0], reduce(add, parts))
 
 
 class OnMesh(Toy):
