@@ -1,6 +1,7 @@
 """Operators with shardings of their own: trained, resumed onto another strategy, refused before a step."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,8 @@ class Recurrent(nnx.Module):
         self.loop = nnx.RNN(nnx.GRUCell(4, 4, recurrent_kernel_init=split, **ways), rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.loop(jnp.tanh(self.first(x))))
+        hidden: Any = self.loop(jnp.tanh(self.first(x)))
+        return self.head(hidden)
 
 
 @pytest.mark.parametrize(
