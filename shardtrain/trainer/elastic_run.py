@@ -74,6 +74,7 @@ class ElasticRun:
       outcome: why this island is no member any more; "" while it is, see `engine.Over`.
       asked: returns the number of the signal that asks this island to leave, or 0.
       save_state: saves the state after the newest step, as the loop does it.
+      write_kept_lines: writes the lines of metrics that this island has kept, if it is the chief now.
       command: the words after `shardtrain train`, for islands that `launch --join` starts; () if not known.
       watched: number of steps done and metrics, of steps that this island has watched before it joined: the
         chief may be lost before it has written them.
@@ -88,6 +89,7 @@ class ElasticRun:
         self._saved_seconds = time.monotonic()
         self.asked: Callable[[], int] = lambda: 0
         self.save_state: Callable[[], object] = lambda: None
+        self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = False
         self._every, self._done = run.strategy.synchronisation.every, 0
@@ -305,6 +307,8 @@ class ElasticRun:
             return False
         self._saved_seconds = time.monotonic()
         self._show()
+        # a run that continues from it does not repeat its steps
+        self.write_kept_lines()
         self.save_state()
         if is_last:
             self._checkpoints.settle()

@@ -80,9 +80,15 @@ def lock_folder(folder: Path, *, shared: bool = False) -> AbstractContextManager
     Raises:
       ValueError: another process has the lock.
     """
-    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+
+    def make_folders() -> Iterator[Path]:
+        # the second only once the first is locked: a run that is refused leaves nothing behind
+        for each in (folder, folder / CHECKPOINTS):
+            each.mkdir(parents=True, exist_ok=True)
+            yield each
+
     text = f"another process is training in {folder}; wait for it, or use another --run-dir"
-    return hold_locks([folder, folder / CHECKPOINTS], text, shared=shared)
+    return hold_locks(make_folders(), text, shared=shared)
 
 
 def write_run_files(folder: Path, texts: Mapping[str, str], output: RunConsole) -> None:

@@ -312,17 +312,21 @@ class ElasticSinks:
         self._lines: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT_LINES)
         self._sinks: Sinks | None = None
         self.last_step: int | None = None
+        elastic.write_kept_lines = self._write_kept
         if elastic.may_write():
             # this island has founded the run: what it did not restore is gone
             self._sinks, self.last_step = open_sinks(step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._lines.append((step, values))
-        if not self._elastic.may_write():
+        self._write_kept()
+
+    def _write_kept(self) -> None:
+        if not self._lines or not self._elastic.may_write():
             return
         if self._sinks is None:
             # what earlier chiefs have written is of steps that this island has done too
-            self._sinks, self.last_step = self._open(step)
+            self._sinks, self.last_step = self._open(self._lines[-1][0])
         while self._lines:
             step, values = self._lines.popleft()
             if self.last_step is None or step > self.last_step:

@@ -151,7 +151,7 @@ def test_counters_and_keys_of_optimizers_are_exact():
 @pytest.mark.parametrize(
     ("task", "sizes", "synchronisation", "word"),
     [
-        (TINY, ONE, Synchronisation(by="int8+adasum"), "residual"),
+        (TINY, ONE, Synchronisation(by="top_k:0.1+adasum"), "known to one island only"),
         (TINY, ONE, Synchronisation(on="deltas", every=4, fragments=2), "--fragments"),
         (TINY, ONE, Synchronisation(on="deltas", every=4, overlap=1), "--overlap"),
         (TINY, ONE, Synchronisation(on="deltas", every=4, distance=1), "--clock-distance"),
