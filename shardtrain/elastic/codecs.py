@@ -89,8 +89,8 @@ class Int8:
     with an infinite element, or with one that is no number, becomes NaN.
 
     >>> codec = Int8()
-    >>> codec.decode(codec.encode(np.float32([1.27, -0.264, 0])))
-    array([ 1.2700195, -0.26     ,  0.       ], dtype=float32)
+    >>> codec.decode(codec.encode(np.float32([127, -26.4, 0])))
+    array([127., -26.,   0.], dtype=float32)
     """
 
     num_arrays, block = 2, BLOCK
