@@ -7,7 +7,10 @@ Three processes on this host. A step waits for some time, as if a device compute
 sides in another order. Islands: by TLS over TCP, as on several hosts, also in 8 bits, and by local sockets.
 MPI: an allreduce of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of
 `train`, so the ratio is an upper bound. With fewer cores than islands they wait for each other's encryption
-too. Figures: docs/elastic.md.
+too. Figures: docs/elastic.md. Over a slow link that the islands share, as root:
+
+    unshare --net sh -c 'ip link set lo up; tc qdisc add dev lo root tbf rate 3gbit burst 1mb latency 100ms;
+        python benchmarks/elastic_price.py --no-mpi --megabytes 4'
 """
 
 import os
@@ -39,6 +42,7 @@ class Options:
       megabytes: sizes of gradients.
       milliseconds: times of a step's computation.
       work: keep the core busy instead of waiting.
+      mpi: measure MPI too, for which a network namespace of its own has no device.
       rounds: launches of each side.
       steps: of each launch; the first ten are not measured.
       side: of one process: islands, tls, int8 or mpi.
@@ -49,6 +53,7 @@ class Options:
     megabytes: tuple[float, ...] = (1, 4, 16)
     milliseconds: tuple[float, ...] = (5, 50)
     work: bool = False
+    mpi: bool = True
     rounds: int = 5
     steps: int = 40
     side: str = ""
@@ -78,7 +83,8 @@ class Toy:
         return self.gradients * np.float32(len(slots))
 
     def apply(self, step: int, total: np.ndarray) -> None:
-        assert total[0] == total[-1] == ISLANDS
+        # 8 bits round
+        np.testing.assert_allclose(total[[0, -1]], ISLANDS, rtol=0.02 if self.codecs else 0)
         self.state = np.int64(step + 1)
 
     def save(self, folder: Path) -> None:
@@ -147,8 +153,9 @@ def main(options: Options) -> None:
     if options.side:
         (run_mpi if options.side == "mpi" else run_elastic)(options)
         return
-    pairs, rows = {"islands, TLS": "MPI, TCP", "islands, local": "MPI, memory"}, []
-    sides = [*ISLAND_SIDES, *pairs.values()]
+    pairs = {"islands, TLS": "MPI, TCP", "islands, local": "MPI, memory"}
+    pairs, rows = pairs if options.mpi else {"islands, TLS, int8": "islands, TLS"}, []
+    sides = list(dict.fromkeys([*ISLAND_SIDES, *pairs.values()]))
     for milliseconds in options.milliseconds:
         for megabytes in options.megabytes:
             case = Options(
@@ -164,7 +171,8 @@ def main(options: Options) -> None:
                     for side, of_mpi in pairs.items()
                 ],
             ])  # fmt: skip
-    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], "TLS / TCP", "local / memory"]
+    ratios = [f"{side} / {other}" for side, other in pairs.items()]
+    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], *ratios]
     sys.stdout.write(markdown(header, rows) + "\n")
 
 

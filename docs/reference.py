@@ -89,6 +89,7 @@ def on_files(files: Files, config: Any) -> Files:
     site = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in shown]
     site += [File.generated(config, f"reference/{module}.md", content=page(module)) for module in REFERENCE]
     site.append(File.generated(config, "reference/cli.md", content=command_line()))
+    site.append(File.generated(config, "reference/combinations.md", content=combinations()))
     index = "".join(f"- [`{module}`]({module}.md): {what}\n" for module, what in REFERENCE.items())
     site.append(File.generated(config, "reference/index.md", content=f"# Python\n\n{index}"))
     # the page of jobs is the start page; README stands beside it
@@ -96,6 +97,21 @@ def on_files(files: Files, config: Any) -> Files:
         next(file for file in site if file.src_uri == name).dest_uri = Path(folder, "index.html").as_posix()
     # what the plugins bring
     return Files([*site, *(file for file in files if not file.is_documentation_page())])
+
+
+def combinations() -> str:
+    """What kinds of runs do not have, from the table that refuses it."""
+    from shardtrain.trainer.combinations import KINDS, REFUSALS
+
+    text = "# Combinations\n\nWhat a kind of run refuses before its first step, with the value given.\n"
+    for kind, title in KINDS.items():
+        rows = [
+            row.text.replace("{value!r}", "...").replace(" {value}", "")
+            for row in REFUSALS
+            if kind in row.kinds.split()
+        ]
+        text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "".join(f"- {row}\n" for row in rows)
+    return text
 
 
 def command_line() -> str:

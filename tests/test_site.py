@@ -31,6 +31,7 @@ def test_the_site_has_all_pages_and_public_names_and_no_dead_link(tmp_path):
         assert set(module.__all__) - shown <= (set() if module is shardtrain else set(shardtrain.__all__))
     options = (tmp_path / "reference/cli/index.html").read_text()
     assert "--sequence-sharded" in options
+    assert "--nonfinite (use skip or stop)" in (tmp_path / "reference/combinations/index.html").read_text()
     # examples are code, and defaults are shown
     html = (tmp_path / "reference/shardtrain/index.html").read_text()
     assert "&gt;&gt;&gt;" in html

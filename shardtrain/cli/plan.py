@@ -42,6 +42,7 @@ from shardtrain.sharding.specs import sharding_rows
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.train_step.placement import state_specs
+from shardtrain.trainer.combinations import different_cut_problems, find_refused
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import (
     apply_shares,
@@ -53,7 +54,6 @@ from shardtrain.trainer.planned import (
     make_subjects,
 )
 from shardtrain.trainer.run_step import compile_figures
-from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import strategy_text
 
 
@@ -107,7 +107,7 @@ def _make_pipelines(run: Run, planner: ReplicaPlanner) -> IslandPipelines | str:
     if not (run.strategy.synchronisation.is_mean or waves):
         return "only a mean of gradients in every step, and waves, are planned"
     own = [each.kind for each in planner.cluster.islands if each.strategy]
-    problems = stage_problems(run.strategy)
+    problems = find_refused(run, "stages")
     if own:
         problems.append(f"kind {', '.join(own)} has a strategy of its own, and stages have one in common")
     sizes = planner.space.layout.mesh.items()

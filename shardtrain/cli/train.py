@@ -3,9 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
@@ -17,6 +18,9 @@ from shardtrain.launch.duration import parse_time
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import steady_output
 from shardtrain.system.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from shardtrain.islands.membership import Islands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     run, options = parse_run("train", arguments, TrainOptions)
     stop.compute_deadline = options.compute_deadline()
     from shardtrain.checkpoints.save import SaveFailed  # jax starts here, after the options were read
-    from shardtrain.islands.membership import join, make_watchdog
+    from shardtrain.islands.membership import make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
@@ -101,14 +105,7 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
 
     profile = None if options.profile is None else parse_steps(options.profile)
     activity = activity_record()
-    try:
-        islands = join(given, report=_write_stderr, activity=activity)
-    except RankTimeout as timeout:
-        # one rank did not start in time, and there is no watchdog yet
-        from shardtrain.islands.bridge import end_all
-
-        _write_stderr(str(timeout))
-        end_all(TEMPORARY_FAILURE)
+    islands = _join_islands(given, activity)
     # the flags themselves are in environment.jsonl of the run
     texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
@@ -138,6 +135,20 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     if trained.time_over or trained.outcome in ENDED_EARLY:
         return TEMPORARY_FAILURE
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
+
+
+def _join_islands(environ: Mapping[str, str], activity: ActivityRecord) -> "Islands | None":
+    from shardtrain.islands.membership import join
+    from shardtrain.islands.rank_timeout import RankTimeout
+
+    try:
+        return join(environ, report=_write_stderr, activity=activity)
+    except RankTimeout as timeout:
+        # one rank did not start in time, and there is no watchdog yet
+        from shardtrain.islands.bridge import end_all
+
+        _write_stderr(str(timeout))
+        end_all(TEMPORARY_FAILURE)
 
 
 def format_failure(activity: ActivityRecord, error: OSError) -> str:

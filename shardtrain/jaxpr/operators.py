@@ -250,14 +250,14 @@ class OperatorPass:
         num_whole = num_consts + num_carried
         # later blocks read what the block before made
         _, found = self._trace(called, _split_steps(values, num_whole))
-        has_entry = not self.table or bool(self._list_blocks())
-        if not has_entry:
+        has_rows_of_layout = bool(self.table) and not self._list_blocks()
+        if has_rows_of_layout:
             values = [self._leave(value) for value in values]
         for number, made in enumerate(found[:num_carried], num_consts):
             values[number] = replace(
                 values[number],
                 maker=made.maker or values[number].maker,
-                shards=made.shards if has_entry else values[number].shards,
+                shards=values[number].shards if has_rows_of_layout else made.shards,
                 rows=made.rows,
             )
         consts, carry, rows = split_operands(equation, [value.array for value in values])
@@ -276,7 +276,9 @@ class OperatorPass:
         whole = [replace(v, array=x) for v, x in zip(found, carry, strict=False)]
         whole += [v.shift(1, array=x) for v, x in zip(found[num_carried:], stacked, strict=True)]
         # what reads the results must not change the sharding inside of the loop
-        return whole if has_entry else [self._leave(replace(v, shards=v.shards or {})) for v in whole]
+        if has_rows_of_layout:
+            whole = [self._leave(replace(v, shards=v.shards or {})) for v in whole]
+        return whole
 
     def _list_blocks(self) -> list[range | None]:
         """Return the blocks of each key of the table for an operator of a scan; None for all of them."""

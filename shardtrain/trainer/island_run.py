@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from shardtrain.errors.messages import needs_library, refuse
+from shardtrain.errors.messages import needs_library
 from shardtrain.islands.cluster import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.elastic_exchange import find_exchange_problems, split_codec
+from shardtrain.trainer.combinations import check_combinations
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -152,27 +153,13 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
       ValueError: lists every option that it cannot have.
     """
     strategy = run.strategy
-    wrong = {
-        "--across pipeline (use axes of the mesh of an island)": strategy.across.axis != "data",
-        "--shares (rows follow the measured speed)": strategy.across.shares is not None,
-        "--batch-unit tokens (use examples)": run.batch_unit == "tokens",
-        "--batch-growth (use a schedule of the learning rate)": bool(run.batch_growth),
-        "--gradient-noise-scale (leave it out)": run.gradient_noise_scale,
-        "--scaling.rate (islands of different sizes would differ)": run.scaling.rate != "none",
-        "--offload (use --zero 3, which shards the optimizer)": strategy.offload != "none",
-        "--nonfinite roll_back (use skip or stop)": run.nonfinite == "roll_back",
-        "--recovery.spike, which rolls back (leave it out)": run.recovery.spike is not None,
-        "--checkpoints.best (use --checkpoints.keep)": run.checkpoints.best is not None,
-        "--checkpoints.fast (other islands do not see it)": run.checkpoints.fast is not None,
-    }
-    problems = [name for name, is_given in wrong.items() if is_given]
-    problems += find_exchange_problems(strategy.synchronisation)
+    problems = find_exchange_problems(strategy.synchronisation)
     if run.steps % (every := strategy.synchronisation.every):
         problems.append(
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
             f" use {run.steps // every * every or every}"
         )
-    refuse("a run with islands that come and go (--elastic) cannot have these options", problems)
+    check_combinations(run, "elastic", problems)
     if has_mpi or jax.process_count() > 1:
         raise ValueError(
             "--elastic is given, and several processes were started together; start each island alone:"

@@ -33,16 +33,15 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.step import trace_operators
-from shardtrain.trainer.config import Run, make_model
-from shardtrain.trainer.sources import make_batches
-from shardtrain.trainer.stage_checks import (
-    OFFLOADED_OWN,
+from shardtrain.trainer.combinations import (
+    check_combinations,
     check_cuts,
     check_order,
     check_separable,
     check_stage_islands,
-    pipeline_problems,
 )
+from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.sources import make_batches
 
 FIRST_POSITION = Position(epoch=0, index=0)
 
@@ -125,12 +124,12 @@ def make_setup(
     synchronisation = run.strategy.synchronisation if is_alone else Synchronisation()
     stages: Partition | None = None
     if (num_stages := mesh.shape[PIPELINE]) > 1:
-        refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
+        check_combinations(run, "pipeline")
         assert microbatch is not None
         stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
         check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
-    if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
-        raise ValueError(OFFLOADED_OWN)
+    if num_islands > 1 and run.strategy.synchronisation.on_deltas:
+        check_combinations(run, "alone")
     _check_arguments(optimizer, model, line_search=is_alone and synchronisation.is_mean)
     placement = make_placement(
         model,

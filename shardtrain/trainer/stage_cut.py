@@ -31,11 +31,11 @@ from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.stage_links import PipelineGrid
+from shardtrain.trainer.combinations import different_cut_problems
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.setup import make_microbatch
-from shardtrain.trainer.stage_checks import different_cut_problems
 
 
 class StageIslandDevices(NamedTuple):

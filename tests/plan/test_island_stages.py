@@ -27,9 +27,9 @@ from shardtrain.plan.pools import plan_pools
 from shardtrain.plan.space import Space
 from shardtrain.report.plan_pools import pools_text
 from shardtrain.report.quantities import count_text
+from shardtrain.trainer.combinations import find_refused
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import make_planned_strategy, make_staged_strategy
-from shardtrain.trainer.stage_checks import stage_problems
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
 CONFIG = TinyConfig(vocab=64, seq=32, embed=32, num_layers=4, mlp=192)
@@ -151,7 +151,7 @@ def test_batches_in_flight_fill_the_pipelines_of_waves(subject, tmp_path):
     )
     strategy = make_staged_strategy(run, full)
     assert (strategy.pipeline.in_flight, strategy.accumulate, strategy.across.partitions) == (2, 1, 2)
-    assert stage_problems(strategy) == []
+    assert find_refused(replace(run, strategy=strategy), "stages") == []
     # where such copies do not fit, there is no such plan
     least = max(flushed.memory_bytes) / 0.85 / 1e9
     short = planned(subject, 2.0, count=2, memory_gb=least, synchronisation=waves)

@@ -21,7 +21,7 @@ from shardtrain.pipeline.stage_cut import best_cut
 from shardtrain.plan.devices import find_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.stage_checks import find_sharded_block_problems
+from shardtrain.trainer.combinations import find_sharded_block_problems
 from shardtrain.trainer.stage_cut import (
     StageIslandDevices,
     cut_text,
