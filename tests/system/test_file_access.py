@@ -114,7 +114,7 @@ ALLOWED = {
         ".rmdir": "an empty folder",
         ".unlink": "the mark that it made",
     },
-    "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
+    "shardtrain/system/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
     "shardtrain/trainer/run_checkpoints.py": {"json.loads": OWN},
     "shardtrain/trainer/prepared_run.py": {"json.loads": OWN},
 }  # fmt: skip
