@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardtrain.checks.first_batch import find_class_problems
 from shardtrain.functional.loss import Batch
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.trace import UNTIMED, find_operations, read_trace, summarise, summary_text
@@ -24,7 +25,6 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, Step
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import Evaluate, make_evaluation
-from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.recovery import RollBack
