@@ -92,7 +92,7 @@ def check_trace(
     ]
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
-    warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
+    warned += _find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_find_differences(once, list_equations(second)), warned)
 
 
@@ -267,7 +267,7 @@ def _rows_text(shape: tuple[int, ...]) -> str:
     return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"
 
 
-def find_state_warnings(
+def _find_state_warnings(
     traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
 ) -> list[str]:
     """Return a warning about arrays of the model's state that change differently if a batch is split.

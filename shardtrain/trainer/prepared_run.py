@@ -19,7 +19,7 @@ from shardtrain.checks.shifted_names import warn_shifted_names
 from shardtrain.data import Batch, Batches, Loader
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.model import name_arrays
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.agreement import facts

@@ -27,7 +27,7 @@ from shardtrain.functional.loss import (
     next_token_loss,
     translation_loss,
 )
-from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.metrics import add_metrics
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
