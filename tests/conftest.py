@@ -44,7 +44,7 @@ SLOWEST_FIRST = (
     "trainer/test_pretrained.py",
     "checkpoints/test_restore_matrix.py",
     "test_own_runs.py",
-    "trainer/test_first_batch.py",
+    "checks/test_first_batch.py",
     "combine/test_synchronisation.py",
     "trainer/test_stages_train.py",
     "test_central_meshes.py",
@@ -56,7 +56,7 @@ SLOWEST_FIRST = (
     "models/test_gpt.py",
     "trainer/test_fine_tuning.py",
     "faults/test_hang.py",
-    "functional/test_row_draws.py",
+    "checks/test_row_draws.py",
     "train_step/test_island_programs.py",
     "models/test_experts.py",
     "faults/test_islands.py",
@@ -179,9 +179,9 @@ def without_curves(monkeypatch):
 @pytest.fixture(autouse=True)
 def without_few_rows(request, monkeypatch):
     """Runs of tests compute no few rows, which takes half a second; test_row_coupling.py does."""
-    loss_trace = sys.modules.get("shardtrain.trainer.loss_trace")
-    if loss_trace is not None and request.path.name != "test_row_coupling.py":
-        monkeypatch.setattr(loss_trace, "_find_unexplained_difference", lambda *_: "")
+    loss_program = sys.modules.get("shardtrain.checks.loss_program")
+    if loss_program is not None and request.path.name != "test_row_coupling.py":
+        monkeypatch.setattr(loss_program, "_find_unexplained_difference", lambda *_: "")
 
 
 RTOL, ATOL = 1e-5, 1e-6
@@ -229,10 +229,10 @@ def warm_shardtrain(warm_python) -> list[str]:
 REDIRECT = """
 import os, runpy, sys
 from mpi4py import MPI
-from shardtrain.trainer import loss_trace
+from shardtrain.checks import loss_program
 
 # as `without_few_rows` does
-loss_trace._find_unexplained_difference = lambda *_: ""
+loss_program._find_unexplained_difference = lambda *_: ""
 # a rank writes to a file of its own: through one pipe the lines of several would mix
 folder, *sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))

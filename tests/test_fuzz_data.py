@@ -30,8 +30,8 @@ from shardtrain.data.tokens import TokenShards
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.system.program_cache import drop_broken, is_whole
 from shardtrain.trainer.evaluation import read_questions
-from shardtrain.trainer.program_cache import drop_broken, is_whole
 from shardtrain.trainer.strategy import read_strategy
 
 NUMBERS = (-1, 0, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63)

@@ -99,7 +99,7 @@ def run_one(tmp_path, monkeypatch, capfd):
 def check(text, parts):
     for part in parts.split(" | "):
         assert part in text
-    for inner in ("site-packages", "shardtrain/functional", "shardtrain/trainer"):
+    for inner in ("site-packages", "shardtrain/checks", "shardtrain/functional", "shardtrain/trainer"):
         assert f'File "{inner}' not in text
         assert f"{inner}/" not in text
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from shardtrain.checks.row_draws import find_draws
 from shardtrain.cli import main
 from shardtrain.cli.run_file import load_run
 from shardtrain.data import Batches, place
 from shardtrain.functional.nnx_model import convert_model
-from shardtrain.functional.row_draws import find_draws
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement

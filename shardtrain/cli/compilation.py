@@ -1,6 +1,6 @@
 """Set the XLA flags of a command that compiles, and cache its compiled programs.
 
-Next: `system/xla_flags.py`, `trainer/program_cache.py`.
+Next: `system/xla_flags.py` and `program_cache.py` beside it.
 """
 
 import os
@@ -12,6 +12,7 @@ from importlib import metadata
 
 from shardtrain.cli.arguments import find_values
 from shardtrain.system import terminal
+from shardtrain.system.program_cache import ProgramCounts, find_program_folder, keep_programs
 from shardtrain.system.xla_flags import PRESETS, Preset, apply_preset, preset_text
 
 OPTION = "--xla-preset"
@@ -65,9 +66,7 @@ def cache_programs(flags_text: str) -> Iterator[None]:
     Args:
       flags_text: the text of `set_xla_flags`, which is printed first.
     """
-    # jax starts here
-    from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder, keep_programs
-
+    # jax starts in `keep_programs`
     for text in filter(None, (flags_text, keep_programs(os.environ))):
         terminal.err(f"{text}\n")
     with ProgramCounts() as programs:

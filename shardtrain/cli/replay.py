@@ -32,7 +32,7 @@ from shardtrain.elastic.ledger import find_steps, is_valid_checkpoint, list_ledg
 from shardtrain.elastic.replay import hash_arrays, list_differences, replay_steps
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import refuse
-from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.model import group_by_path, path_text
 from shardtrain.report.tables import mesh_line
 from shardtrain.sharding.mesh import make_mesh

@@ -16,6 +16,7 @@ from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.islands.watchdog.activity import ActivityRecord, activity_record
 from shardtrain.launch.duration import parse_time
 from shardtrain.system import terminal
+from shardtrain.system.program_cache import keep_programs
 from shardtrain.system.standard_streams import steady_output
 from shardtrain.system.stop_signals import StopSignals
 
@@ -95,7 +96,6 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
-    from shardtrain.trainer.program_cache import keep_programs
     from shardtrain.trainer.session import parse_steps
     from shardtrain.trainer.train import train
 

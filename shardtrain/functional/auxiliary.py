@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.functional.loss import Apply, Batch, Loss, find_evaluation_loss
-from shardtrain.functional.loss_checks import check_result
+from shardtrain.functional.loss_guard import check_result
 from shardtrain.functional.model_calls import ModelCall
 from shardtrain.jaxpr.forward import evaluate, prune
 

@@ -19,7 +19,7 @@ from shardtrain.functional.loss import (
     hard_label,
     target_weights,
 )
-from shardtrain.functional.loss_checks import check_result
+from shardtrain.functional.loss_guard import check_result
 from shardtrain.functional.model_calls import ModelCall, split_options
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]

@@ -61,7 +61,7 @@ class Model:
       axis_name: the axis over which it averages batch statistics, like BatchNorm(axis_name="batch"); None
         if each replica has its own. Where the axis is not bound, `apply` runs as with one replica.
       frozen: paths of the parameters that are not trained, see `frozen.py`.
-      draws: the random draws in training, see `row_draws.find_draws`; None before they are searched.
+      draws: the random draws in training, see `checks.row_draws.find_draws`; None before they are searched.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]

@@ -1,7 +1,7 @@
 """Make random keys whose draws depend on the row of the batch, not on the device that computes it.
 
 A draw with a dim of rows gives row r the numbers of global row `first_row + r`, so a dropout mask is the
-same for any mesh, number of microbatches or batch shard. Next: `row_draws.py`, which finds these dims.
+same for any mesh, number of microbatches or batch shard. Next: `checks/row_draws.py`, which finds these dims.
 """
 
 import functools
@@ -70,8 +70,8 @@ def row_key(
       key: an ordinary typed key (threefry).
       first_row: uint32 scalar, global index of the first of these rows.
       num_rows: number of rows in a computation with this key.
-      draws: the draws of the model, see `row_draws.find_draws`. None means that a draw counts rows if its
-        first dim has that size, and that keys are split alike for all rows.
+      draws: the draws of the model, see `checks.row_draws.find_draws`. None means that a draw counts rows if
+        its first dim has that size, and that keys are split alike for all rows.
 
     Returns:
       A typed key. A draw or split with a dim of rows uses a key per global row; others do not depend on the

@@ -1,4 +1,4 @@
-"""Trace a model's loss for a few rows on one device. Next: `row_draws.py`, which reads the program."""
+"""Trace a model's loss for a few rows on one device. Next: `checks/`, which reads the program."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """Follow the dims of arrays through single equations: where each dim goes, what is mixed, what is summed.
 
-Next: `functional/row_positions.py` and `plan/named_dims.py`, which follow rows and names by these tables.
+Next: `checks/row_positions.py` and `plan/named_dims.py`, which follow rows and names by these tables.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

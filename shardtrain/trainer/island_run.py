@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -23,9 +23,6 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
-
-if TYPE_CHECKING:
-    pass
 
 
 def make_island_run(run: Run, coordination: Coordination, output: RunConsole) -> Run:

@@ -14,6 +14,7 @@ import optax
 
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.save import SaveFailed
+from shardtrain.checks.first_batch import find_class_problems
 from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.report.sinks.sink import Sink
@@ -22,7 +23,6 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
 from shardtrain.trainer.elastic_run import IslandEnded
 from shardtrain.trainer.evaluation import round_evaluation_interval
-from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.resume import StartPoint

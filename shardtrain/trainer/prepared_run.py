@@ -13,10 +13,13 @@ from typing import Any
 
 import jax
 
+from shardtrain.checks.first_batch import find_class_problems, find_loss_problems, make_loss_facts
+from shardtrain.checks.loss_program import check_trace
+from shardtrain.checks.shifted_names import warn_shifted_names
 from shardtrain.data import Batch, Batches, Loader
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.model import name_arrays
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.agreement import facts
@@ -28,7 +31,6 @@ from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.sharding.shifted_names import warn_shifted_names
 from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.state import State, split_fragments
@@ -38,10 +40,8 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
 from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader
 from shardtrain.trainer.feed import Feed, growth_by_step
-from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 from shardtrain.trainer.island_run import make_island_run, prepare_elastic
 from shardtrain.trainer.layout_check import check_layout, check_sequences
-from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.restore_state import VALUES, compute_initial_values
 from shardtrain.trainer.row_shares import RowShares, fit_to_memory
 from shardtrain.trainer.run_folder import make_mark

@@ -35,6 +35,7 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
+from shardtrain.system.program_cache import find_program_folder
 from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import Channel
@@ -47,7 +48,6 @@ from shardtrain.train_step.sync.island_step import IslandStep
 from shardtrain.train_step.sync.local_steps import make_sync
 from shardtrain.trainer.config import Run, describe, make_model
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
-from shardtrain.trainer.program_cache import find_program_folder
 from shardtrain.trainer.setup import RunSetup, make_microbatch, make_setup
 from shardtrain.trainer.waves import WaveLog, make_waves
 

@@ -13,20 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardtrain.checks.first_batch import find_class_problems
 from shardtrain.functional.loss import Batch
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.trace import UNTIMED, find_operations, read_trace, summarise, summary_text
 from shardtrain.report.trace_programs import read_sources
+from shardtrain.system.program_cache import make_hardware_key
 from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, Step
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import Evaluate, make_evaluation
-from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.prepared_run import PreparedRun
-from shardtrain.trainer.program_cache import make_hardware_key
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import divergence_text, find_faulty_copies, make_find_divergence

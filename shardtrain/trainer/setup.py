@@ -14,15 +14,14 @@ import optax
 from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
+from shardtrain.checks.row_draws import FOREIGN, find_draws
+from shardtrain.checks.unused_parameters import find_unused_parameters
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
 from shardtrain.errors.messages import problems_error, refuse
-from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.row_draws import find_draws
-from shardtrain.functional.unused_parameters import find_unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import find_evaluated_params, find_missing_arguments
 from shardtrain.optim.schedules import check_rates

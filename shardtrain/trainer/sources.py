@@ -1,6 +1,6 @@
 """Open the samples of a run, make batches of them, identify them, and check their tokens.
 
-Next: `first_batch.py`, which checks batches.
+Next: `checks/first_batch.py`, which checks batches.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.checks.first_batch import LossFacts, find_class_problems
 from shardtrain.data import Batches, TokenBatches
 from shardtrain.data.masked import MaskedWindows
 from shardtrain.data.mixture import MixedSource
@@ -20,7 +21,6 @@ from shardtrain.data.token_range import TokenRange, token_ranges
 from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import LossFacts, find_class_problems
 
 
 def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:

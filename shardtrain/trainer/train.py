@@ -21,6 +21,7 @@ from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.report.sinks.sink import RUN_FILE, Sinks
 from shardtrain.report.speed import speed_text
 from shardtrain.system import terminal
+from shardtrain.system.program_cache import ProgramCounts, find_program_folder
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
@@ -30,7 +31,6 @@ from shardtrain.trainer.elastic_run import ElasticRun, mark_plain
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun
-from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints

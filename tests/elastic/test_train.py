@@ -259,7 +259,7 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_growth": "5:2"}, "--batch-growth (use a schedule of the learning rate)"),
+        ({"batch_growth": "5:2"}, "--batch-growth 5:2 (use a schedule of the learning rate)"),
         (
             {"strategy": Strategy(synchronisation=Synchronisation(by="top_k:0.1+mean"))},
             "whose state is known to one island only",

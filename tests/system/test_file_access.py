@@ -104,6 +104,7 @@ ALLOWED = {
     "shardtrain/system/plain_text.py": {
         ".read_bytes": "a file or a pipe that the command line names", "csv.reader": OPENED,
     },
+    "shardtrain/system/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
     "shardtrain/system/run_lock.py": {"os.open": "the lock, in which nothing is written; with O_NOFOLLOW"},
     "shardtrain/system/standard_streams.py": {"os.fdopen": "a standard stream", "os.open": "/dev/null"},
     "shardtrain/system/untrusted_data.py": {"json.loads": BOUNDED, "tomllib.loads": BOUNDED},
@@ -114,7 +115,6 @@ ALLOWED = {
         ".rmdir": "an empty folder",
         ".unlink": "the mark that it made",
     },
-    "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
     "shardtrain/trainer/run_checkpoints.py": {"json.loads": OWN},
     "shardtrain/trainer/prepared_run.py": {"json.loads": OWN},
 }  # fmt: skip

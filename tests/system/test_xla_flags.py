@@ -1,4 +1,4 @@
-"""Presets of XLA flags beside those of the user; tests/trainer/test_program_cache.py starts XLA with them."""
+"""Presets of XLA flags beside those of the user; tests/system/test_program_cache.py starts XLA with them."""
 
 import os
 import subprocess

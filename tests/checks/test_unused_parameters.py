@@ -7,10 +7,10 @@ from flax import linen as nn
 from flax import nnx
 from tiny_language_model import TinyConfig
 
+from shardtrain.checks.unused_parameters import find_unused_parameters
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import convert_model, from_nnx
-from shardtrain.functional.unused_parameters import find_unused_parameters
 
 IMAGES = {
     "image": jax.ShapeDtypeStruct((2, 4), jnp.float32),

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
-from shardtrain.functional.loss import Loss
-from shardtrain.functional.model import Model, path_text
-from shardtrain.functional.rng import new_key
-from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
-from shardtrain.jaxpr.forward import dependencies
-from shardtrain.trainer.row_coupling import (
+from shardtrain.checks.row_coupling import (
     NORMALIZATION,
     PARTS,
     ROWS,
@@ -29,6 +22,13 @@ from shardtrain.trainer.row_coupling import (
     coupling_text,
     find_couplings,
 )
+from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
+from shardtrain.functional.loss import Loss
+from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import new_key
+from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
+from shardtrain.jaxpr.forward import dependencies
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of traced rows; a dim that the prime divides counts rows."""
@@ -92,7 +92,7 @@ def check_trace(
     ]
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
-    warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
+    warned += _find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_find_differences(once, list_equations(second)), warned)
 
 
@@ -267,7 +267,7 @@ def _rows_text(shape: tuple[int, ...]) -> str:
     return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"
 
 
-def find_state_warnings(
+def _find_state_warnings(
     traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
 ) -> list[str]:
     """Return a warning about arrays of the model's state that change differently if a batch is split.

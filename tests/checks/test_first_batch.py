@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from quiet_training import InMemory, train_quietly
 
 from shardtrain.checkpoints.differences import Allow
+from shardtrain.checks.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 from shardtrain.cli import main
 from shardtrain.data import Batches
 from shardtrain.errors.user_code import UserCodeFailed
@@ -26,13 +27,12 @@ from shardtrain.functional.loss import (
     next_token_loss,
     translation_loss,
 )
-from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.metrics import add_metrics
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import prepared_run, session
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 
 VOCAB, SEQ = 8, 5
 random = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def test_counts_that_weights_and_masks_make_small_are_right():
 
 
 def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
-    monkeypatch.setattr("shardtrain.trainer.first_batch.MOST_ELEMENTS", 1)
+    monkeypatch.setattr("shardtrain.checks.first_batch.MOST_ELEMENTS", 1)
     mean = make_loss_facts(IMAGES, lambda apply, batch: (losses_of(apply, batch).mean(), 1), LABELS)
     assert COUNT in find_loss_problems(mean)[0]
 

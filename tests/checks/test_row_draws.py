@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from shardtrain.checks.row_draws import find_draws
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import BITS, SPLIT, Draw, row_key
-from shardtrain.functional.row_draws import find_draws
 
 SEQ, EMBED, WIDTH = 6, 4, 8
 X = np.random.default_rng(0).normal(size=(12, SEQ, EMBED)).astype(np.float32)

@@ -62,6 +62,12 @@ class Shapes(NamedTuple):
         return self.few[self.row_dim] // ROWS[0]
 
 
+def find_shapes(pair: tuple[Any, Any]) -> Shapes:
+    """Return the shapes of an array in both programs."""
+    few, many = (tuple(getattr(each.aval, "shape", ())) for each in pair)
+    return Shapes(few, many)
+
+
 def find_position(shapes: Shapes) -> Position | None:
     """Return the position of rows in an array that has a dim of rows only."""
     dim = shapes.row_dim

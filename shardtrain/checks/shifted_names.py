@@ -1,4 +1,7 @@
-"""Detect dim names that a stack of layers has moved by one dim, as `nnx.vmap` may do. No jax."""
+"""Detect dim names that a stack of layers has moved by one dim, as `nnx.vmap` may do. No jax.
+
+Next: `sharding/array_dims.py`, what names are.
+"""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,7 @@
 """Find the lines of a user's loss or model that make rows of a batch depend on each other.
 
 Replicas, microbatches and islands each have a part of the rows. A number computed from several rows then
-differs from one device, unless it is a sum that the loss returns. Next: `loss_trace.py`, which traces it.
+differs from one device, unless it is a sum that the loss returns. Next: `loss_program.py`, which traces it.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Check the loss function and the labels of the first batch, before the first step.
 
 The loss is computed from two rows and made-up outputs of the model; labels are compared with the number of
-classes of the model. Next: `prepared_run.py`, which calls these checks.
+classes of the model. Next: `trainer/prepared_run.py`, which calls these checks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,7 @@
 """Keep compiled programs for the next start, and count the programs that were loaded or compiled.
 
-jax reads and writes them; this module chooses the folder, deletes old programs and formats the log line.
+jax reads and writes them; this module chooses the folder, deletes old programs and formats the log line. It
+imports jax only where that is called. Next: `xla_flags.py`.
 """
 
 import contextlib
@@ -13,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISVTX
 from typing import Any, Self
-
-import jax
 
 from shardtrain.system.untrusted_files import read_bytes
 
@@ -56,11 +55,15 @@ def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
 
 def find_program_folder() -> str | None:
     """Return the folder in which jax keeps programs, or None."""
+    import jax
+
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
 def make_hardware_key() -> str:
     """Return a key that is equal for hardware with identical rounding: device kind, and features of a CPU."""
+    import jax
+
     kind = jax.devices()[0].device_kind
     if jax.devices()[0].platform != "cpu":
         return kind
@@ -82,6 +85,8 @@ def keep_programs(environ: Mapping[str, str]) -> str:
     Returns:
       A warning if other users could put programs into the folder, so that nothing is kept.
     """
+    import jax
+
     if find_program_folder() or not getattr(jax.config, "jax_enable_compilation_cache", True):
         return ""
     try:
@@ -189,11 +194,15 @@ class ProgramCounts:
         self.loaded, self.kept, self.programs, self.compile_seconds = 0, 0, 0, 0.0
 
     def __enter__(self) -> Self:
+        import jax
+
         jax.monitoring.register_event_listener(self._count)
         jax.monitoring.register_event_duration_secs_listener(self._add)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        import jax
+
         jax.monitoring.unregister_event_listener(self._count)
         jax.monitoring.unregister_event_duration_listener(self._add)
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import jax
 
-from shardtrain.system.xla_flags import PRESETS
-from shardtrain.trainer import program_cache
-from shardtrain.trainer.program_cache import (
+from shardtrain.system import program_cache
+from shardtrain.system.program_cache import (
     delete_oldest,
     drop_broken,
     find_other_writers,
     keep_programs,
     make_private,
 )
+from shardtrain.system.xla_flags import PRESETS
 
 START = """
 import os, jax
-from shardtrain.trainer import program_cache
+from shardtrain.system import program_cache
 program_cache.LEAST_SECONDS = 0
 program_cache.keep_programs(os.environ)
 with program_cache.ProgramCounts() as counts:

@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 from quiet_training import InMemory, train_quietly
 
+from shardtrain.checks.shifted_names import warn_shifted_names
 from shardtrain.functional.model import name_arrays
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.shifted_names import warn_shifted_names
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 

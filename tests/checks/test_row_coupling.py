@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 from tiny_language_model import TinyConfig
 
+from shardtrain.checks import loss_program
+from shardtrain.checks.loss_program import check_trace
+from shardtrain.checks.row_coupling import find_couplings
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.experts_options import Experts
-from shardtrain.trainer import loss_trace
-from shardtrain.trainer.loss_trace import check_trace
-from shardtrain.trainer.row_coupling import find_couplings
 
 RANDOM = np.random.default_rng(0)
 BATCH = {
@@ -363,6 +363,6 @@ def test_what_calls_python_is_not_computed():
 
 
 def test_losses_of_this_library_are_not_suspected_when_a_user_calls_them(monkeypatch):
-    monkeypatch.setattr(loss_trace, "compute_row_difference", lambda *_, **__: None)
+    monkeypatch.setattr(loss_program, "compute_row_difference", lambda *_, **__: None)
     batch = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(lambda *both: next_token_loss(*both), 2, TinyConfig(num_layers=2), batch) == []
