@@ -2,10 +2,10 @@
 
     python tests/elastic/chaos.py --events 100 --kind toy
 
-At the end all living islands have the same result: that of one process, bitwise for the toy and to 2e-5 for
-the loss of a GPT. The ledger of the folder has each slot of each step once, and a replay from each checkpoint
-to the next one has all its arrays, which depend on the order of sums, bitwise. Prints how long the others
-waited after a kill.
+After each step islands have the result of one process, bitwise for the toy and to 2e-5 for the loss of a GPT;
+with 8 bits its mean over 200 steps is within 1 %. At the end all that live have the same. The ledger of the
+folder has each slot of each step once, and a replay from each checkpoint to the next one has all its arrays,
+which depend on the order of sums, bitwise. Prints how long the others waited after a kill.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from elastic_island import KINDS, PATIENCE_SECONDS, SLOTS, make_program, train_alone
+from elastic_island import KINDS, PATIENCE_SECONDS, SLOTS, list_results, make_program
 
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
@@ -109,14 +111,31 @@ class Run:
             if (outcome, steps) == ("stopped", str(self.steps)) and result != "nan"
         }
         assert len(results) == 1, outcomes
-        expected = train_alone(self.steps, self.kind)
-        tolerance = {"toy": 0, "int8": 0.01}.get(self.kind, 2e-5)
-        assert abs(float(results.pop()) / expected - 1) <= tolerance, (outcomes, expected)
+        self.compare()
         epochs = read_history(self.folder).epochs
         for line in list_ledger(epochs, self.steps):
             assert sorted(slot for slots in line.slots.values() for slot in slots) == list(range(SLOTS)), line
         self.replay(epochs)
         return epochs
+
+    def compare(self):
+        """Compare the result after each step with that of one process; keep the largest difference."""
+        lines = sorted(
+            (float(line[0]), line[2])
+            for each in self.processes
+            for line in each.lines
+            if line[1] == "applied"
+        )
+        # a step that all had done may be repeated, if all died before it was saved
+        found = {int(step): float(result) for _, text in lines for step, result in [text.split()]}
+        expected = list_results(self.steps, self.kind)
+        assert found.keys() == expected.keys()
+        found, expected = (np.array([each[step] for step in sorted(each)]) for each in (found, expected))
+        if self.kind == "int8":
+            # that of one step depends on its rows and dropout, and learns by heart
+            found, expected = (x[: len(x) // 200 * 200].reshape(-1, 200).mean(1) for x in (found, expected))
+        self.most_off = np.abs(found / expected - 1).max()
+        assert self.most_off <= {"toy": 0, "int8": 0.01}.get(self.kind, 2e-5)
 
     def replay(self, epochs):
         """Compute the steps from each checkpoint to the next one anew, from the ledger alone."""
@@ -140,7 +159,7 @@ class Run:
                 changed = False
                 for clock, kind, *_ in each.lines:
                     changed |= kind == "epoch" and float(clock) > at
-                    if changed and kind == "step":
+                    if changed and kind == "applied":
                         after.append(float(clock) - at)
                         break
             waits += [min(after)] if after else []
@@ -195,6 +214,7 @@ def main():
             f"{len(killed)} kills, {len(run.processes)} processes, {len(epochs)} epochs {counts}\n"
             f"{sum(epoch.repeats * epoch.every for epoch in epochs)} steps repeated of {steps}, in"
             f" {time.monotonic() - began:.0f} s; {run.num_replayed} stretches replayed bitwise\n"
+            f"results differ by up to {run.most_off:.1e} from one process\n"
             "seconds from a kill to the next step:"
             f" median {waits[len(waits) // 2]:.3f}, worst {waits[-1]:.3f}\n"
         )

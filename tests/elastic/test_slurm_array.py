@@ -8,7 +8,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
-from chaos import train_alone
+from elastic_island import train_alone
 from slurm_array import Array, check_ledger
 
 from shardtrain.launch.job import Job

@@ -83,12 +83,18 @@ def make_program(kind):
     return Gpt(kind, SLOTS, KINDS[kind])
 
 
-def train_alone(steps, kind="toy"):
-    """Return the result of some steps of one process."""
-    program = make_program(kind)
+def list_results(steps, kind="toy"):
+    """Return number of steps done -> the result of one process, after each exchange."""
+    program, found = make_program(kind), {}
     for step in range(0, steps, KINDS[kind]):
         program.apply(step, program.compute(step, range(SLOTS)))
-    return program.result
+        found[find_next(step, KINDS[kind])] = program.result
+    return found
+
+
+def train_alone(steps, kind="toy"):
+    """Return the result of some steps of one process."""
+    return list_results(steps, kind)[steps]
 
 
 class Spoken:
@@ -114,7 +120,7 @@ class Spoken:
 
     def apply(self, step, total):
         self.program.apply(step, total)
-        say(f"step {find_next(step, self.every)}")
+        say(f"applied {find_next(step, self.every)} {self.program.result}")
 
 
 if __name__ == "__main__":
