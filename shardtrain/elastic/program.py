@@ -21,8 +21,12 @@ class Program(Protocol):
 
     state: Any
 
-    def compute(self, step: int, slots: Sequence[int]) -> Any:
-        """Return the sum over some slots of the batch of a step, added in this order.
+    def compute(self, step: int, slots: Sequence[int], batches: range | None = None) -> Any:
+        """Return the sum over some slots of a step, added in this order.
+
+        The step reads the batch of its own number, or, with `Membership.batch` "members", all of `batches`,
+        and slot s is slot `s % num_slots` of the batch `s // num_slots` of these. Without it this has two
+        arguments.
 
         With `Membership.every` above 1 it is of all steps from this one to the next exchange. It is a tree of
         arrays: gradients, losses and counts. The first call, of the first two slots of step 0, is before the
