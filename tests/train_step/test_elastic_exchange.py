@@ -124,7 +124,8 @@ def test_steps_with_a_batch_for_each_member_are_those_of_a_larger_batch(task, ra
         program.apply(number, jax.tree.map(lambda *x: sum(x[1:], x[0]), *sums))
         sizes = {"data": size} if by == "adasum" else ONE
         scaled = optax.adam(1e-2 * {"none": 1, "linear": size, "sqrt": size**0.5}[rate])
-        layout, mesh, placement, _ = task.make_parts(sizes, scaled, synchronisation)
+        layout, mesh, placement, new = task.make_parts(sizes, scaled, synchronisation)
+        state = state._replace(combine_state=new.combine_state)
         parts = [task.batches.load(program.find_position(each)) for each in batches]
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if task is NORMED:
