@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.elastic import engine
-from shardtrain.elastic.epoch import Epoch, Peer, find_next
+from shardtrain.elastic.epoch import BatchRule, Epoch, Peer, find_next
 from shardtrain.elastic.ledger import count_batches, is_valid_checkpoint, list_ledger
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Vote, from_header, to_header
@@ -114,7 +114,7 @@ class Scenario:
     encodes: bool
     every: int
     num_steps: int | None
-    batch: str
+    batch: BatchRule
 
 
 HUNTED = ("vote", "report", "propose", "state", "write", "bye", "apply", "announce", "chunk", "compute")

@@ -200,8 +200,7 @@ def train_by_ledger(epochs, folder):
     position, number = Position(epoch=0, index=0), 0
     for line in list_ledger(epochs, 120):
         size = len(epochs[line.epoch - 1].find_batches(line.step))
-        schedule = replace(run.optimizer.learning_rate, peak=1e-2 * size**0.5)
-        scaled = replace(run, optimizer=replace(run.optimizer, learning_rate=schedule))
+        scaled = replace(run, optimizer=Optimizer(learning_rate=Schedule(peak=1e-2 * size**0.5)))
         if size not in steps:
             setup = make_setup(scaled, microbatch=make_microbatch(run, source), mesh=mesh)
             parts = setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate
