@@ -26,7 +26,7 @@ CONFIG = GptConfig(vocab=256, seq=32, embed=32, num_layers=1, num_heads=2)
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 OPTIMIZERS: dict[str, tuple[Make, Sequence[float]]] = {
     "SGD, momentum 0.9": (lambda rate: optax.sgd(rate, momentum=0.9), (0.03, 0.1, 0.3)),
-    "Adam": (lambda rate: optax.adam(rate), (1e-3, 3e-3, 1e-2)),
+    "Adam": (lambda rate: optax.adam(rate), (3e-3, 1e-2, 3e-2)),
 }
 
 
@@ -82,12 +82,13 @@ def main() -> None:
         task, rows = Task(Path(folder)), []
         for name, (make, peaks) in OPTIMIZERS.items():
             fixed, grown = list_sizes(False), list_sizes(True)
-            losses = {peak: task.measure(make, peak, fixed, "none", "mean") for peak in peaks}
+            losses = {peak: task.train(make, peak, fixed, "none", "mean", 0) for peak in peaks}
             best = min(losses, key=losses.__getitem__)
-            found = [task.measure(make, best, grown, rule, "mean") for rule in RATES]
+            found = [task.measure(make, best, fixed, "none", "mean")]
+            found += [task.measure(make, best, grown, rule, "mean") for rule in RATES]
             found.append(task.measure(make, best, grown, "none", "adasum"))
-            rows.append([f"{name}, rate {best}", *(f"{loss:.3f}" for loss in (losses[best], *found))])
-            print({peak: round(loss, 3) for peak, loss in losses.items()})
+            rows.append([f"{name}, rate {best}", *(f"{loss:.3f}" for loss in found)])
+            print({peak: round(loss, 3) for peak, loss in losses.items()}, rows[-1], flush=True)
     rules = [f"members, {rule}" for rule in RATES]
     print(f"{len(fixed)} steps, or {len(grown)} with members")
     print(markdown(["", "fixed", *rules, "members, Adasum"], rows))
