@@ -43,7 +43,7 @@ NO_OPTION = (
 FIELDS_WITHOUT_OPTION = (
     *("unit", "hook_errors", "evaluate_with", "loading.heldout_workers", "loading.prefetch"),
     *("scaling.warmup", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused"),
-    *("optimizer.rates", "optimizer.learning_rate.start", "optimizer.learning_rate.power"),
+    *("optimizer.rates", *(f"optimizer.learning_rate.{name}" for name in ("start", "power", "decay"))),
     *("checkpoints.keep_every", "watch.stall_seconds", "watch.long_seconds"),
     *("elastic.wait_minutes", "elastic.patience_seconds"),
     *(f"recovery.{name}" for name in ("window", "rollbacks", "straggler")),

@@ -44,9 +44,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest valid checkpoint is of this step, or the run begins at 0: the answer to `FindCheckpoint`."""
+    """The newest valid checkpoint is of this step, or the run begins at 0: the answer to `FindCheckpoint`.
+
+    batch: number of batches that the steps have read, if each reads one for each member.
+    """
 
     step: int
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,14 @@ class SendState:
 
 @dataclass(frozen=True)
 class Compute:
-    """Add the gradients of these slots, in order, to the own sum of a step; `Computed` follows."""
+    """Add the gradients of these slots, in order, to the own sum of a step; `Computed` follows.
+
+    batches: see `Epoch.find_batches`.
+    """
 
     step: int
     slots: tuple[int, ...]
+    batches: range | None = None
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,15 @@ Epoch N is a file of the run folder that is made once, so the folder decides bet
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
+
+BatchRule = Literal["fixed", "members"]
+"""Rows of a step: a batch, or a batch for each member."""
+
+IF_GIVEN = {"if given": True}
+"""Metadata of a field that a file has only if its value is not the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +55,13 @@ class Epoch:
       every: number of steps from one exchange to the next, which members do or repeat as one; 1 exchanges
         in each step.
       num_steps: number of steps of the run, as its founder has it; 0 has no end.
+      member_slots: number of slots of a batch, if a step reads a batch for each member: slot s of the step is
+        slot `s % member_slots` of its batch `s // member_slots`. A step that was begun keeps its slots. 0: a
+        step reads one batch.
+      first_batch: with `member_slots`, the number of batches that the steps before have read.
 
     Raises:
-      ValueError: names are not unique, or slots are not each slot of a batch once.
+      ValueError: names are not unique, or slots are not each slot of a step once.
     """
 
     number: int
@@ -63,6 +74,8 @@ class Epoch:
     founded: bool = False
     every: int = 1
     num_steps: int = 0
+    member_slots: int = field(default=0, metadata=IF_GIVEN)
+    first_batch: int = field(default=0, metadata=IF_GIVEN)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -71,10 +84,14 @@ class Epoch:
             raise ValueError(f"an epoch has a number from 1, a step from 0 and a member, not {self}")
         if len(set(self.names)) < len(self.members) or len(self.slots) != len(self.members):
             raise ValueError(f"epoch {self.number} needs members with unique names, each with slots: {self}")
-        if sorted(slot for slots in self.slots for slot in slots) != list(range(self.num_slots)):
+        if sorted(slot for slots in self.slots for slot in slots) != list(range(self._num_dealt)):
             raise ValueError(f"epoch {self.number} must deal each slot of a batch once, not {self.slots}")
         if self.kept and (len(self.kept) != len(self.slots) or (self.number == 1 and self.repeats)):
             raise ValueError(f"epoch {self.number} must say what each member kept of another: {self.kept}")
+        if self.member_slots and (
+            self.every > 1 or not self._num_dealt or self._num_dealt % self.member_slots
+        ):
+            raise ValueError(f"epoch {self.number} must deal whole batches, and exchange each step: {self}")
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -89,11 +106,31 @@ class Epoch:
     @cached_property
     def num_slots(self) -> int:
         """Number of slots of a batch."""
+        return self.member_slots or self._num_dealt
+
+    @property
+    def batch(self) -> BatchRule:
+        """How many batches a step reads."""
+        return "members" if self.member_slots else "fixed"
+
+    @property
+    def _num_dealt(self) -> int:
         return sum(map(len, self.slots))
 
     @cached_property
     def _later_slots(self) -> dict[str, tuple[int, ...]]:
-        return deal(self.num_slots, {member.name: member.speed for member in self.members})
+        number = self.member_slots * len(self.members) or self.num_slots
+        return deal(number, {member.name: member.speed for member in self.members})
+
+    def find_batches(self, step: int) -> range | None:
+        """Return the numbers of the batches of a step of this epoch; None if each step has one."""
+        if not self.member_slots:
+            return None
+        size, first = len(self.members), self._num_dealt // self.member_slots
+        if step == self.step:
+            return range(self.first_batch, self.first_batch + first)
+        begin = self.first_batch + first + (step - self.step - 1) * size
+        return range(begin, begin + size)
 
     def find_next(self, step: int) -> int:
         """Return the number of steps done after the exchange of a step."""
@@ -150,10 +187,10 @@ def find_next(step: int, every: int) -> int:
 def deal(
     num_slots: int, speeds: Mapping[str, int], kept: Mapping[str, tuple[int, ...]] = {}
 ) -> dict[str, tuple[int, ...]]:
-    """Deal the slots of a batch in the ratio of speeds, by D'Hondt's method.
+    """Deal the slots of a step in the ratio of speeds, by D'Hondt's method.
 
     Args:
-      num_slots: number of slots of a batch.
+      num_slots: number of slots of a step.
       speeds: member -> speed, see `Peer`.
       kept: member -> slots that it has computed already; they stay first.
 
@@ -178,9 +215,26 @@ def deal(
 
 
 def found_epoch(
-    number: int, founder: Peer, step: int, num_slots: int, *, every: int = 1, num_steps: int = 0
+    number: int,
+    founder: Peer,
+    step: int,
+    num_slots: int,
+    *,
+    every: int = 1,
+    num_steps: int = 0,
+    first_batch: int | None = None,
 ) -> Epoch:
-    """Return the epoch in which one island begins at the state of a checkpoint."""
+    """Return the epoch in which one island begins at the state of a checkpoint.
+
+    Args:
+      number: number of the epoch.
+      founder: the island.
+      step: number of steps of the checkpoint.
+      num_slots: number of slots of a batch.
+      every: see `Epoch`.
+      num_steps: see `Epoch`.
+      first_batch: number of batches that these steps have read, if a step reads one for each member.
+    """
     return Epoch(
         number=number,
         step=step,
@@ -190,6 +244,8 @@ def found_epoch(
         founded=True,
         every=every,
         num_steps=num_steps,
+        member_slots=0 if first_batch is None else num_slots,
+        first_batch=first_batch or 0,
     )
 
 
@@ -235,8 +291,11 @@ def next_epoch(
     new = new if most is None else new[: max(most - len(members), 0)]
     kept = {} if stops else {name: report.begun for name, report in whole.items() if report.step == step}
     speeds = {member.name: member.speed for member in [*members, *new]}
-    dealt = epoch.slots_of(step)
-    slots = deal(epoch.num_slots, speeds, {name: dealt[name][:number] for name, number in kept.items()})
+    dealt, batches = epoch.slots_of(step), epoch.find_batches(step)
+    number = sum(map(len, dealt.values()))
+    if epoch.member_slots and not any(kept.get(name) for name in speeds):
+        number = epoch.member_slots * len(speeds)
+    slots = deal(number, speeds, {name: dealt[name][:begun] for name, begun in kept.items()})
     return Epoch(
         number=epoch.number + 1,
         step=step,
@@ -248,6 +307,8 @@ def next_epoch(
         stops=stops,
         every=epoch.every,
         num_steps=epoch.num_steps,
+        member_slots=epoch.member_slots,
+        first_batch=0 if batches is None else batches.start,
     )
 
 

@@ -15,9 +15,8 @@ from shardtrain.elastic.run_files import (
     EPOCHS,
     MEMBERS,
     MOST_EPOCH_BYTES,
-    MOST_PLAIN_BYTES,
-    PLAIN,
     list_checkpoints,
+    list_plain,
 )
 from shardtrain.system.untrusted_files import read_bytes, read_json
 
@@ -71,12 +70,10 @@ def read_history(run: Path) -> History:
       ValueError: a file has another form.
     """
     folder = run / ELASTIC
-    epochs, made, plain = [], [], {}
+    epochs, made = [], []
     while (path := folder / EPOCHS / f"{len(epochs) + 1}.json").exists():
         epochs.append(parse_epoch(read_bytes(path, MOST_EPOCH_BYTES)))
         made.append(path.stat().st_mtime)
-        if (end := path.with_suffix(PLAIN)).exists():
-            plain[len(epochs)] = int(read_bytes(end, MOST_PLAIN_BYTES))
     if not epochs:
         raise FileNotFoundError(
             f"{run} is no elastic run: it has no {folder / EPOCHS / '1.json'}; give the folder of a run that"
@@ -88,7 +85,7 @@ def read_history(run: Path) -> History:
         alive={path.name: path.stat().st_mtime for path in (folder / ALIVE).glob("[!.]*")},
         members=list_members(folder),
         saved=max([each.step for each in list_checkpoints(folder)], default=0),
-        plain=plain,
+        plain=list_plain(folder / EPOCHS),
     )
 
 

@@ -25,11 +25,12 @@ import numpy as np
 
 from shardtrain.elastic import engine
 from shardtrain.elastic.epoch import Epoch, Peer, find_next
-from shardtrain.elastic.epoch_files import parse_epoch, read_epoch
+from shardtrain.elastic.epoch_files import list_epochs, parse_epoch, read_epoch
 from shardtrain.elastic.flat_sum import Arrays, FlatSum, Part, cut_chunk
 from shardtrain.elastic.folder_checkpoints import FolderCheckpoints, SavedProgram
 from shardtrain.elastic.frames import Lost, Received, UnexpectedFrame
 from shardtrain.elastic.history import ELASTIC
+from shardtrain.elastic.ledger import count_batches
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Chunk, Update, from_header, to_header, to_json
 from shardtrain.elastic.program import IslandCheckpoints, Program, copy_leaves, make_packing
@@ -104,7 +105,8 @@ class ElasticIsland:
         # what can fail comes before the sockets
         newest = self.files.newest()
         epoch = self._check(read_epoch(self.files, newest)) if newest else None
-        sums, self._sum_tree = jax.tree.flatten(program.compute(0, range(min(2, options.num_slots))))
+        num_first = 2 if options.batch == "members" else min(2, options.num_slots)
+        sums, self._sum_tree = jax.tree.flatten(program.compute(0, range(num_first)))
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._sockets = Transport(
             name, self.files, self._expect, host=host, patience_seconds=patience_seconds
@@ -229,8 +231,8 @@ class ElasticIsland:
         match work:
             case str():
                 self._report(work)
-            case engine.Compute(step, slots):
-                self._compute(step, slots)
+            case engine.Compute(step, slots, batches):
+                self._compute(step, slots, batches)
             case engine.Apply(step, _, total):
                 self._program.apply(
                     step, jax.tree.unflatten(self._sum_tree, self._packing.view(total.arrays))
@@ -251,7 +253,8 @@ class ElasticIsland:
             case engine.Revoke(number):
                 self._checkpoints.revoke(number)
             case engine.FindCheckpoint():
-                self._post(engine.Checkpoint(self._checkpoints.find()))
+                step = self._checkpoints.find()
+                self._post(engine.Checkpoint(step, self._count_batches(step)))
             case engine.Restore():
                 if not self._checkpoints.restore() and self._initial is not None:
                     self._program.state = jax.tree.unflatten(self._state_tree, self._initial)
@@ -262,7 +265,13 @@ class ElasticIsland:
                 if is_last:
                     self._post(engine.Written())
 
-    def _compute(self, step: int, slots: tuple[int, ...]) -> None:
+    def _count_batches(self, step: int) -> int | None:
+        """Return how many batches the steps before one have read, if that depends on the members."""
+        if self._options.batch == "fixed":
+            return None
+        return count_batches(list_epochs(self.files), step, self.files.list_plain())
+
+    def _compute(self, step: int, slots: tuple[int, ...], batches: range | None) -> None:
         self._initial = None
         if self._save_every and self._find_next(step) // self._save_every > step // self._save_every:
             self.wish(engine.Wish(saves=True))
@@ -270,7 +279,8 @@ class ElasticIsland:
             self._own = step, self._packing.make_zeros()
         began = time.monotonic()
         if slots:
-            found = jax.tree.leaves(self._program.compute(step, slots))
+            given = () if batches is None else (batches,)
+            found = jax.tree.leaves(self._program.compute(step, slots, *given))
             for mine, new in zip(self._packing.view(self._own[1]), found, strict=True):
                 mine += np.asarray(new)
             self._measure(len(slots) / max(time.monotonic() - began, 1e-6))
@@ -372,7 +382,7 @@ class ElasticIsland:
 
     def _check(self, epoch: Epoch) -> Epoch:
         """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""
-        for name in ("num_slots", "every"):
+        for name in ("batch", "num_slots", "every"):
             own, found = getattr(self._options, name), getattr(epoch, name)
             if own != found:
                 raise ValueError(

@@ -89,6 +89,24 @@ def find_steps(epochs: Sequence[Epoch], num_steps: int, plain: Mapping[int, int]
     return [range(epoch.step, end) for epoch, end in zip(epochs, ends, strict=True)]
 
 
+def count_batches(epochs: Sequence[Epoch], num_steps: int, plain: Mapping[int, int] = {}) -> int:
+    """Return the number of batches that steps have read.
+
+    Args:
+      epochs: all epochs of a run, in order.
+      num_steps: number of steps.
+      plain: see `History.plain`; each of these steps has read one batch.
+
+    Raises:
+      ValueError: an epoch is missing.
+    """
+    number = num_steps
+    for epoch, steps in zip(epochs, find_steps(epochs, num_steps, plain), strict=True):
+        if steps and (last := epoch.find_batches(steps[-1])) is not None:
+            number += last.stop - epoch.first_batch - len(steps)
+    return number
+
+
 def _group_slots(
     epochs: Sequence[Epoch], epoch: Epoch, step: int, name: str, most: int | None = None
 ) -> tuple[tuple[int, ...], ...]:

@@ -35,7 +35,7 @@ from shardtrain.elastic.engine import (
     Write,
     Written,
 )
-from shardtrain.elastic.epoch import Epoch, Peer, Report, find_wrong, found_epoch, next_epoch
+from shardtrain.elastic.epoch import BatchRule, Epoch, Peer, Report, find_wrong, found_epoch, next_epoch
 from shardtrain.elastic.messages import Announce, Bye, Chunk, Join, Message, Update, Vote
 from shardtrain.elastic.ring import OwnSum, Ring
 
@@ -52,6 +52,7 @@ class Membership:
       num_steps: number of steps of the run. None trains until a member wishes to stop. An island that joins
         must have that of the founder.
       every: number of steps between exchanges, see `Epoch`; `num_steps` is a multiple of it.
+      batch: "members" lets a step read a batch for each member; then `every` is 1.
       min_members: with fewer, members save and wait for joiners.
       max_members: further islands watch, and take the place of one that is lost. None has no limit.
       wait_seconds: longest time with fewer members than that.
@@ -65,6 +66,7 @@ class Membership:
     num_slots: int
     num_steps: int | None = None
     every: int = 1
+    batch: BatchRule = "fixed"
     min_members: int = 1
     max_members: int | None = None
     wait_seconds: float = 600.0
@@ -199,7 +201,7 @@ class Member:
                 self._see(epoch)
             case Tick(idle_seconds):
                 self._tick(idle_seconds)
-            case Checkpoint(step) if self.phase is Phase.JOIN and self._founds == self.number:
+            case Checkpoint(step, batch) if self.phase is Phase.JOIN and self._founds == self.number:
                 options = self.options
                 founded = found_epoch(
                     self.number + 1,
@@ -208,6 +210,7 @@ class Member:
                     options.num_slots,
                     every=options.every,
                     num_steps=options.num_steps or 0,
+                    first_batch=batch,
                 )
                 self._do(Propose(founded))
             case StateReceived(peer, step) if self.phase is Phase.JOIN and peer == self._donor.name:
@@ -394,7 +397,7 @@ class Member:
         if self._asked is not None and not new:
             return False
         self._asked = (self._asked or ()) + new
-        self._do(Compute(self.step, new))
+        self._do(Compute(self.step, new, self.epoch.find_batches(self.step)))
         return True
 
     def _exchange(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from shardtrain.elastic.epoch import Epoch, Peer, Report
+from shardtrain.elastic.epoch import IF_GIVEN, Epoch, Peer, Report
 
 MOST_TEXT, MOST_ITEMS = 4096, 1 << 20
 """Largest number of characters of a text and of items of a list in a header."""
@@ -121,7 +121,11 @@ def from_header(header: Any) -> Message:
 def to_json(value: Any) -> Any:
     """Return a dataclass as values of JSON; an epoch file has this form."""
     if is_dataclass(value):
-        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+        return {
+            field.name: to_json(found)
+            for field in fields(value)
+            if (found := getattr(value, field.name)) != field.default or field.metadata != IF_GIVEN
+        }
     return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -146,9 +150,10 @@ def from_json(value: Any, kind: Any, path: str) -> Any:
             raise HeaderError(f"{path} must be {kind.__name__}, not {_show(value)}")
         return value
     hints = _hints(kind)
-    if not isinstance(value, dict) or value.keys() != hints.keys():
+    needed = {field.name for field in fields(kind) if field.metadata != IF_GIVEN}
+    if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
         raise HeaderError(f"{path} must have the fields {', '.join(hints)}, not {_show(value)}")
-    values = {name: from_json(value[name], hint, f"{path}.{name}") for name, hint in hints.items()}
+    values = {name: from_json(item, hints[name], f"{path}.{name}") for name, item in value.items()}
     try:
         return kind(**values)
     except ValueError as error:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from shardtrain.elastic.epoch import BatchRule
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 
@@ -18,7 +19,9 @@ class Elastic:
       islands: fewest and most islands that train together, such as 2..5. With fewer, the run saves and waits
         for others. Empty disables it.
       slots: number of parts of a batch that islands share by speed, at least the most islands; they are its
-        microbatches. None takes about twice the most islands.
+        microbatches. None takes about twice the most islands. With batch members, of the batch of each.
+      batch: rows of a step. fixed: those of the batch; members: a batch for each island, so that steps with
+        more islands read more, and the data is used up sooner.
       wait_minutes: longest time with fewer islands than that, after which the run ends with exit code 75.
       patience_seconds: an island that is silent for longer is let go by the others.
 
@@ -30,6 +33,7 @@ class Elastic:
 
     islands: str = ""
     slots: int | None = None
+    batch: BatchRule = "fixed"
     wait_minutes: float = 10.0
     patience_seconds: float = 10.0
 
@@ -49,10 +53,11 @@ class Elastic:
         if not found or not 1 <= int(found[1]) <= int(found[2]) <= MOST_SLOTS:
             return [f"islands is {self.islands!r}; give the fewest and the most, such as 1..4"]
         problems = []
-        if self.slots is not None and not self.most <= self.slots <= MOST_SLOTS:
+        most_slots = MOST_SLOTS // self.most if self.grows else MOST_SLOTS
+        if self.slots is not None and not self.sharers <= self.slots <= most_slots:
             problems.append(
-                f"slots is {self.slots}, and each of {self.most} islands needs one; use {self.most} to"
-                f" {MOST_SLOTS}, or fewer islands"
+                f"slots is {self.slots}, and each of {self.sharers} islands needs one; use {self.sharers} to"
+                f" {most_slots}, or fewer islands"
             )
         if not self.wait_minutes >= 0:
             problems.append(f"wait_minutes is {self.wait_minutes}; use 0 or more")
@@ -70,6 +75,16 @@ class Elastic:
         """Most islands; 0 if the run is not elastic."""
         return int(self.islands.rpartition("..")[2] or 0)
 
+    @property
+    def grows(self) -> bool:
+        """Whether a step reads a batch for each island."""
+        return bool(self.islands) and self.batch == "members"
+
+    @property
+    def sharers(self) -> int:
+        """Largest number of islands for each batch that they share."""
+        return 1 if self.grows else self.most
+
     def choose_slots(self, batch: int, microbatches: int = 1) -> int:
         """Return the number of slots of a batch.
 
@@ -83,15 +98,16 @@ class Elastic:
         >>> [Elastic(islands=islands).choose_slots(48) for islands in ("1..1", "2..5", "1..30")]
         [2, 12, 48]
         """
-        slots, least = self.slots, min(max(2 * self.most, microbatches), batch)
+        slots, least = self.slots, min(max(2 * self.sharers, microbatches), batch)
         if slots is None:
             # equal ones, if there are not many more of them
             slots = next((each for each in range(least, 2 * least) if batch % each == 0), least)
-        if not max(self.most, microbatches) <= slots <= batch:
+        fewest = max(self.sharers, microbatches)
+        if not fewest <= slots <= batch:
             raise ValueError(
-                f"a batch of {batch} rows has {slots} slots, for up to {self.most} islands and {microbatches}"
-                f" microbatches; use --elastic.slots {max(self.most, microbatches)} to {batch}"
-                if max(self.most, microbatches) <= batch
-                else f"a batch of {batch} rows is too small for {max(self.most, microbatches)} slots"
+                f"a batch of {batch} rows has {slots} slots, for up to {self.sharers} islands and"
+                f" {microbatches} microbatches; use --elastic.slots {fewest} to {batch}"
+                if fewest <= batch
+                else f"a batch of {batch} rows is too small for {fewest} slots"
             )
         return slots

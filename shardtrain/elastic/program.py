@@ -1,6 +1,6 @@
 """What an island asks of the program and the checkpoints of its caller. Next: `island.py`, which asks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,8 +21,12 @@ class Program(Protocol):
 
     state: Any
 
-    def compute(self, step: int, slots: Sequence[int]) -> Any:
-        """Return the sum over some slots of the batch of a step, added in this order.
+    @property
+    def compute(self) -> Callable[..., Any]:
+        """(step, slots) -> the sum over some slots of the batch of a step, added in this order.
+
+        With `Membership.batch` "members" the third argument, a range, has the numbers of all batches of the
+        step: slot s is slot `s % num_slots` of the batch `s // num_slots` of these.
 
         With `Membership.every` above 1 it is of all steps from this one to the next exchange. It is a tree of
         arrays: gradients, losses and counts. The first call, of the first two slots of step 0, is before the

@@ -57,16 +57,19 @@ def replay_steps(
                 tree = jax.tree.structure(programs[mesh].state)
                 programs[mesh].state = jax.tree.unflatten(tree, copy_leaves(programs[donor].state))
         living = present
-        total = _compute_total(programs, meshes, line)
+        total = _compute_total(programs, meshes, line, epoch.find_batches(line.step))
         for mesh in present:
             programs[mesh].apply(line.step, total)
     return living[0]
 
 
-def _compute_total(programs: Mapping[Mesh, Program], meshes: Mapping[str, Mesh], line: LedgerLine) -> Any:
+def _compute_total(
+    programs: Mapping[Mesh, Program], meshes: Mapping[str, Mesh], line: LedgerLine, batches: range | None
+) -> Any:
     """Return the sum of a step as all its members held it."""
+    given = () if batches is None else (batches,)
     found = {
-        name: [programs[meshes[name]].compute(line.step, group) for group in groups]
+        name: [programs[meshes[name]].compute(line.step, group, *given) for group in groups]
         for name, groups in line.groups.items()
     }
     like, tree = jax.tree.flatten(next(sums[0] for sums in found.values() if sums))

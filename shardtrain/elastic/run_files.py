@@ -118,6 +118,10 @@ class RunFiles:
         if not path.exists() or step < int(read_bytes(path, MOST_PLAIN_BYTES)):
             replace_file(path, str(step).encode())
 
+    def list_plain(self) -> dict[int, int]:
+        """Return number of an epoch -> the step from which the run was continued by `mark_plain`."""
+        return list_plain(self._epochs)
+
     def begun(self) -> float:
         """Return the time of the first epoch, which exists, in seconds since 1970."""
         return self._epoch_path(1).stat().st_mtime
@@ -259,6 +263,18 @@ class RunFiles:
                 )
             time.sleep(0.02)
         return found
+
+
+def list_plain(epochs: Path) -> dict[int, int]:
+    """Return what `RunFiles.list_plain` does, without making anything.
+
+    Args:
+      epochs: the folder of the epochs.
+    """
+    paths = {path.name.removesuffix(PLAIN): path for path in epochs.glob(f"[0-9]*{PLAIN}")}
+    return {
+        int(name): int(read_bytes(path, MOST_PLAIN_BYTES)) for name, path in paths.items() if name.isdecimal()
+    }
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:

@@ -70,6 +70,7 @@ class EpochPast:
       began: seconds from the first epoch to it.
       seconds: until the next epoch, or the last sign of life of its members if that is founded anew.
       steps: the steps that it committed.
+      share: rows of one of its steps, of those of a step with the most islands.
       step_seconds: of one of its steps, without saves and evaluations.
       other_seconds: of its saves and evaluations.
     """
@@ -78,6 +79,7 @@ class EpochPast:
     began: float
     seconds: float
     steps: range
+    share: float
     step_seconds: float
     other_seconds: float
 
@@ -108,9 +110,14 @@ class ElasticPast:
         return sum(len(each.steps) for each in self.epochs)
 
     @property
+    def useful_seconds(self) -> float:
+        """The time that all steps would have taken with the most islands, undisturbed."""
+        return sum(len(each.steps) * each.share for each in self.epochs) * self.step_seconds
+
+    @property
     def goodput(self) -> float:
         """The share of the time that all steps would have taken with the most islands, undisturbed."""
-        return self.num_steps * self.step_seconds / self.wall_seconds if self.wall_seconds else 0.0
+        return self.useful_seconds / self.wall_seconds if self.wall_seconds else 0.0
 
 
 def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float) -> ElasticPast:
@@ -128,7 +135,8 @@ def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float
     done = [each for each in epochs if each.steps]
     most = max((len(each.epoch.members) for each in done), default=0)
     of_most = [each.step_seconds for each in done if len(each.epoch.members) == most] or [0.0]
-    of_all = statistics.fmean([x.step_seconds for x in done], [len(x.steps) for x in done]) if done else 0.0
+    whole = sum(x.step_seconds * len(x.steps) for x in done)
+    of_all = whole / sum(x.share * len(x.steps) for x in done) if done else 0.0
     # fewer islands are faster where they share a host
     step_seconds = min(statistics.median(of_most), of_all)
     lost = dict.fromkeys(CAUSES, 0.0)
@@ -150,6 +158,9 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
     seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
     of_epochs = _split_lines(_join_exchanges(lines, history.epochs[-1].every), steps)
     measured = [_measure_step(each) for each in of_epochs]
+    most = max(
+        (len(epoch.names) for epoch, done in zip(history.epochs, steps, strict=True) if done), default=1
+    )
     others = [sum(line.get(kind, 0.0) for _, line in each for kind in OF_OTHERS) for each in of_epochs]
     found = []
     for index, epoch in enumerate(history.epochs):
@@ -164,6 +175,7 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
                 began=history.made[index] - history.made[0],
                 seconds=seconds[index],
                 steps=steps[index],
+                share=len(epoch.names) / most if epoch.member_slots else 1.0,
                 # where most steps are slow, the median is above the mean
                 step_seconds=min(usual, whole) if steps[index] else usual,
                 other_seconds=others[index],
@@ -235,7 +247,7 @@ def _find_losses(
     """Return cause -> seconds of an epoch in which no step was committed at the speed of the most islands."""
     done = len(each.steps)
     left = each.seconds - done * each.step_seconds
-    found = [("fewer", done * (each.step_seconds - step_seconds))]
+    found = [("fewer", done * (each.step_seconds - each.share * step_seconds))]
 
     def take(cause: str, seconds: float) -> None:
         nonlocal left
@@ -254,7 +266,7 @@ def _find_losses(
         elif not done and find_names(epoch.why, "joined"):
             take("few", left)
         if epoch.repeats:
-            part = 1 - sum(epoch.kept) / epoch.num_slots
+            part = 1 - sum(epoch.kept) / sum(map(len, epoch.slots))
             take("repeats", epoch.every * each.step_seconds * part)
     return [*found, ("rest", left)]
 
@@ -306,7 +318,7 @@ def past_text(past: ElasticPast) -> str:
     """Format what happened: epochs, islands, and where the time went."""
     most = max(len(each.epoch.members) for each in past.epochs)
     repeated = {each.epoch.step: each.epoch.every for each in past.epochs if each.epoch.repeats}
-    slots = past.epochs[0].epoch.num_slots
+    first, slots = past.epochs[0].epoch, sum(island.num_slots for island in past.islands)
     epochs, islands = [], []
     for each in past.epochs:
         epoch, repeats = each.epoch, each.epoch.every if each.epoch.repeats else ""
@@ -314,15 +326,16 @@ def past_text(past: ElasticPast) -> str:
         epochs.append([epoch.number, duration_text(each.began), epoch.step, size, repeats, epoch.why])
     for island in past.islands:
         times = duration_text(island.came), duration_text(island.gone)
-        share = f"{island.num_slots / max(past.num_steps * slots, 1):.1%}"
+        share = f"{island.num_slots / max(slots, 1):.1%}"
         mesh = mesh_line(island.mesh) if island.mesh else ""
         islands.append([island.name, island.host, mesh, *times, island.why, island.num_slots, share])
-    seconds = {"steps, at the speed of the most islands": past.num_steps * past.step_seconds}
+    seconds = {"steps, at the speed of the most islands": past.useful_seconds}
     seconds |= {CAUSES[cause]: lost for cause, lost in past.lost_seconds.items() if round(lost, 1)}
     rows = [(name, round(x, 1), f"{x / (past.wall_seconds or 1.0):.1%}") for name, x in seconds.items()]
+    of = " for each island" if first.member_slots else ""
     plain = f"; {past.num_plain:,} more steps were trained without --elastic" if past.num_plain else ""
     return (
-        f"{past.num_steps:,} steps of {slots} slots in {duration_text(past.wall_seconds)},"
+        f"{past.num_steps:,} steps of {first.num_slots} slots{of} in {duration_text(past.wall_seconds)},"
         f" {sum(repeated.values())} of them repeated; {len(past.islands)} islands, {most} at most at"
         f" once{plain}\n"
         + table_text(["epoch", "after", "first step", "islands", "repeated steps", "why"], epochs)

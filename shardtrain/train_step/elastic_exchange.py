@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.group import MeshGroup
@@ -88,8 +89,16 @@ def split_codec(synchronisation: Synchronisation) -> tuple[str, Synchronisation]
     return (codec, replace(synchronisation, by=by)) if codec in CODECS else ("", synchronisation)
 
 
+Rate = Callable[[jax.Array], jax.Array]
+"""Number of slots of a step -> factor of its learning rate."""
+
+
 def make_exchange(
-    training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
+    training: Training,
+    placement: Placement,
+    synchronisation: Synchronisation,
+    num_slots: int,
+    rate: Rate | None = None,
 ) -> "GradientExchange | LocalStepsExchange":
     """Make the exchange of a run.
 
@@ -100,19 +109,26 @@ def make_exchange(
       training: model, loss and optimizer.
       placement: the placement on this island's mesh, whose replicas take the mean.
       synchronisation: how slots are synchronised, without a codec, see `find_exchange_problems`.
-      num_slots: number of slots of a batch.
+      num_slots: largest number of slots of a step.
+      rate: scales the learning rate of steps that exchange gradients; None leaves it.
     """
-    kind = LocalStepsExchange if synchronisation.on_deltas else GradientExchange
-    return kind(training, placement, synchronisation, num_slots)
+    if synchronisation.on_deltas:
+        return LocalStepsExchange(training, placement, synchronisation, num_slots)
+    return GradientExchange(training, placement, synchronisation, num_slots, rate)
 
 
 class GradientExchange:
     """Every step is an exchange of gradients, see `make_exchange`."""
 
     def __init__(
-        self, training: Training, placement: Placement, synchronisation: Synchronisation, num_slots: int
+        self,
+        training: Training,
+        placement: Placement,
+        synchronisation: Synchronisation,
+        num_slots: int,
+        rate: Rate | None = None,
     ) -> None:
-        self._training, self._placement = training, placement
+        self._training, self._placement, self._rate = training, placement, rate
         self._sums = synchronisation.is_mean
         self._reduction = reduction = _Reduction(placement, synchronisation, num_slots)
         gradients = make_gradients(training.model, training.loss, placement, mean=not self._sums)
@@ -122,6 +138,8 @@ class GradientExchange:
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
             model_state = _weigh_state(found.model_state, found.count, slot, num_slots)
             common = {**found.of_loss, "model_state": model_state}
+            if rate is not None:
+                common["slots"] = jnp.float32(1)
             if self._sums:
                 return {**common, "grads": found.grads}
             return {**common, **reduction.contribute(found.grads, found.count, slot)}
@@ -161,12 +179,27 @@ class GradientExchange:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
             found = found._replace(grads=self._reduction.fragment.put(zeros, combined))
         metrics = {**compute_gradient_metrics(found), **extra}
+        optimizer, schedule = self._training.optimizer, self._training.learning_rate
+        if self._rate is not None:
+            optimizer, schedule = _scale_rate(optimizer, schedule, self._rate(total["slots"]))
 
         def apply(state: State) -> State:
-            optimizer, norm = self._training.optimizer, metrics["grad_norm"]
-            return apply_gradients(optimizer, self._placement, state, found, norm)
+            return apply_gradients(optimizer, self._placement, state, found, metrics["grad_norm"])
 
-        return keep_unless_skipped(apply, self._placement, state, metrics, self._training.learning_rate)
+        return keep_unless_skipped(apply, self._placement, state, metrics, schedule)
+
+
+def _scale_rate(
+    optimizer: optax.GradientTransformation, schedule: optax.Schedule | None, factor: jax.Array
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """Return an optimizer that applies its learning rate last, and its schedule, with a scaled rate."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found, state = optimizer.update(grads, state, params, **extra)
+        return jax.tree.map(lambda x: (factor * x).astype(x.dtype), found), state
+
+    scaled = optimizer._replace(update=update)
+    return scaled, None if schedule is None else lambda step: factor * schedule(step)
 
 
 class LocalStepsExchange:

@@ -22,8 +22,10 @@ from shardtrain.data.loader import Loader, batch_shard
 from shardtrain.data.row_split import RowSplit
 from shardtrain.elastic.epoch import find_next
 from shardtrain.errors.messages import refuse
+from shardtrain.optim.scaling import RATES
 from shardtrain.train_step.elastic_exchange import (
     CODED,
+    Rate,
     add_outer_state,
     find_exchange_problems,
     find_exchange_shardings,
@@ -53,6 +55,9 @@ class ElasticProgram:
       num_slots: number of slots of a batch; at most its rows.
       state: the state before the first step, of `init_state`; equal seeds make equal states.
       synchronisation: how slots are synchronised, each a replica; its `every` is that of `Membership`.
+      members: most members, if a step reads a batch for each (`Membership.batch` "members"); 1 for one batch.
+      rate: how the learning rate grows with the batches of a step, of `optim.scaling.RATES`. The optimizer
+        must apply its rate last, as those of `st.Optimizer` do.
 
     Attributes:
       metrics: of the last exchange, as those of `make_step`; with local steps, sums over them. {} before it.
@@ -72,8 +77,14 @@ class ElasticProgram:
         num_slots: int,
         state: State,
         synchronisation: Synchronisation = Synchronisation(),
+        members: int = 1,
+        rate: str = "none",
     ) -> None:
         problems = find_exchange_problems(synchronisation)
+        if members > 1 and synchronisation.on_deltas:
+            problems.append(
+                "replicas take local steps, and a step reads a batch for each member; use one batch"
+            )
         if num_slots > batches.batch:
             problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
         if state.model_state and (problem := _find_statistics_problem(placement, batches.batch, num_slots)):
@@ -94,14 +105,16 @@ class ElasticProgram:
         refuse("an elastic run cannot train this", problems)
         codec, synchronisation = split_codec(synchronisation)
         self._batches = batches
-        self._loaders = _make_loaders(batches, num_slots, placement)
+        self._loaders, self._members = _make_loaders(batches, num_slots, placement), members
         self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
         self._ahead: dict[tuple[int, int], Future[Any]] = {}
         self._plan: Iterator[tuple[int, int]] = iter(())
         self.metrics: Metrics = {}
         self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
         self._every = synchronisation.every
-        self._exchange = make_exchange(training, placement, synchronisation, num_slots)
+        self._exchange = make_exchange(
+            training, placement, synchronisation, num_slots * members, _make_rate(rate, num_slots, members)
+        )
         self._shardings = find_exchange_shardings(synchronisation, placement)
         self._state = state = add_outer_state(state, synchronisation, placement)
         self._add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
@@ -131,25 +144,46 @@ class ElasticProgram:
     def state(self, state: State | None) -> None:
         self._state = None if state is None else jax.device_put(state, self._shardings)
 
-    def find_position(self, step: int) -> Position:
-        """Return the position in the data of the batch of a step."""
-        return self._batches.advance(Position(epoch=0, index=0), step)
+    def find_position(self, batch: int) -> Position:
+        """Return the position in the data of a batch, by its number."""
+        return self._batches.advance(Position(epoch=0, index=0), batch)
 
-    def compute(self, step: int, slots: Sequence[int]) -> Any:
-        """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange."""
-        end = find_next(step, self._every)
-        plan = [(each, slot) for slot in slots for each in range(step, end)]
-        plan += [(end, slot) for slot in slots[:AHEAD]]
+    def compute(self, step: int, slots: Sequence[int], batches: range | None = None) -> Any:
+        """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange.
+
+        Args:
+          step: the first step.
+          slots: their numbers; in steps of several batches slots of the second one follow those of the first.
+          batches: numbers of the batches of this step; None for the batch of each step's own number.
+
+        Raises:
+          ValueError: there are more batches than `members`.
+        """
+        if len(batches or ()) > self._members:
+            raise ValueError(
+                f"a step of {len(batches or ())} batches, and members is {self._members}; make it more"
+            )
+        end, own = find_next(step, self._every), batches or range(step, step + 1)
+        following = end if batches is None else batches.stop
+
+        def find_keys(slot: int, first: int, num_steps: int) -> list[tuple[int, int]]:
+            # with several steps until an exchange, each has one batch
+            number, part = divmod(slot, len(self._loaders))
+            return [(first + number + each, part) for each in range(num_steps)]
+
+        plan = [key for slot in slots for key in find_keys(slot, own.start, end - step)]
+        plan += [key for slot in slots[:AHEAD] for key in find_keys(slot, following, 1)]
         # others are of slots that another island computed after all, or of steps that were skipped
         self._ahead = {key: ahead for key, ahead in self._ahead.items() if key in plan}
         self._plan = iter(plan)
         self._load_ahead()
 
         def contribute(slot: int) -> Any:
-            loader = self._loaders[slot]
-            batches = (loader.place(self._take(each, slot)) for each in range(step, end))
-            first_row = np.uint32(loader.shard().start)
-            return self._exchange.contribute(self.state, batches, first_row, np.uint32(slot))
+            number, part = divmod(slot, len(self._loaders))
+            loader = self._loaders[part]
+            rows = (loader.place(self._take(*key)) for key in find_keys(slot, own.start, end - step))
+            first_row = np.uint32(loader.shard().start + number * self._batches.batch)
+            return self._exchange.contribute(self.state, rows, first_row, np.uint32(slot))
 
         return reduce(self._add, map(contribute, slots))
 
@@ -169,10 +203,10 @@ class ElasticProgram:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
             self._state = checkpointer.restore(folder.resolve() / "state", like)
 
-    def _take(self, step: int, slot: int) -> Any:
-        ahead = self._ahead.pop((step, slot), None)
+    def _take(self, batch: int, slot: int) -> Any:
+        ahead = self._ahead.pop((batch, slot), None)
         self._load_ahead()
-        return self._load(step, slot) if ahead is None else ahead.result()
+        return self._load(batch, slot) if ahead is None else ahead.result()
 
     def _load_ahead(self) -> None:
         """Load the next rows of the plan while others are computed."""
@@ -180,8 +214,16 @@ class ElasticProgram:
             if key not in self._ahead:
                 self._ahead[key] = self._background.submit(self._load, *key)
 
-    def _load(self, step: int, slot: int) -> Any:
-        return self._loaders[slot].batches.load(self.find_position(step))
+    def _load(self, batch: int, slot: int) -> Any:
+        return self._loaders[slot].batches.load(self.find_position(batch))
+
+
+def _make_rate(rule: str, num_slots: int, members: int) -> Rate | None:
+    """Return number of slots of a step -> factor of its learning rate; None if that stays."""
+    factors = [RATES[rule](number) for number in range(members + 1)]
+    if rule == "none":
+        return None
+    return lambda slots: jnp.array(factors, jnp.float32)[jnp.round(slots / num_slots).astype(jnp.int32)]
 
 
 def _find_statistics_problem(placement: Placement, rows: int, num_slots: int) -> str:

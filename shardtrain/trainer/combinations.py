@@ -86,7 +86,6 @@ REFUSALS = (
     Refusal("elastic", "batch_unit", "--batch-unit {value} (use examples)"),
     Refusal("elastic", "batch_growth", "--batch-growth {value} (use a schedule of the learning rate)"),
     Refusal("elastic", "gradient_noise_scale", "--gradient-noise-scale (leave it out)"),
-    Refusal("elastic", "scaling.rate", "--scaling.rate {value} (islands of different sizes would differ)"),
     Refusal("elastic", "nonfinite", "--nonfinite {value} (use skip or stop)", "roll_back"),
     Refusal("elastic", "recovery.spike", "--recovery.spike, which rolls back (leave it out)"),
     Refusal("elastic", "checkpoints.best", "--checkpoints.best (use --checkpoints.keep)"),

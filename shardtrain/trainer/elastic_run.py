@@ -170,7 +170,7 @@ class ElasticRun:
         return StartPoint(
             state=self._program.state,
             step=step,
-            position=self._program.find_position(step),
+            position=self._find_position(step),
             # the clock of the run continues, whoever joins
             extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
         )
@@ -184,6 +184,7 @@ class ElasticRun:
             num_slots=self.num_slots,
             num_steps=run.steps,
             every=self._every,
+            batch=run.elastic.batch,
             min_members=run.elastic.fewest,
             max_members=run.elastic.most,
             wait_seconds=60 * run.elastic.wait_minutes,
@@ -291,7 +292,7 @@ class ElasticRun:
             write_command(self._folder / ELASTIC, self.command)
         self._program.state = None
         start = self._find_start()
-        expected = self._program.find_position(start.step)
+        expected = self._find_position(start.step)
         if start.position != expected:
             raise ValueError(
                 f"the checkpoint of step {start.step} continues at {start.position} of the data, and with"
@@ -318,8 +319,14 @@ class ElasticRun:
         """Return the entries of a checkpoint about the membership, and the position after it."""
         return {
             ELASTIC: {"epoch": self.island.member.number},
-            "position": self._program.find_position(step),
+            "position": self._find_position(step),
         }
+
+    def _find_position(self, step: int) -> Position:
+        """Return the position in the data after a step of the newest epoch, or before its first one."""
+        epoch = self.island.member.epoch
+        batches = None if epoch is None else epoch.find_batches(step)
+        return self._program.find_position(step if batches is None else batches.start)
 
     # -- what others see -----------------------------------------------------------------------------------
 
@@ -358,8 +365,8 @@ class ElasticRun:
 def make_program(run: Run, setup: RunSetup, batches: Batches, num_slots: int, state: State) -> ElasticProgram:
     """Make what the islands of an elastic run train together, from a state."""
     training = Training(setup.model, run.loss, setup.optimizer, setup.learning_rate)
-    synchronisation = run.strategy.synchronisation
-    return ElasticProgram(training, setup.placement, batches, num_slots, state, synchronisation)
+    by, members = run.strategy.synchronisation, run.elastic.most if run.elastic.grows else 1
+    return ElasticProgram(training, setup.placement, batches, num_slots, state, by, members, run.scaling.rate)
 
 
 def mark_plain(folder: Path, step: int) -> None:

@@ -15,7 +15,8 @@ import jax
 
 from shardtrain.errors.messages import needs_library
 from shardtrain.islands.cluster import island_numbers
-from shardtrain.optim.scaling import scale_run
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.scaling import Scaling, scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.elastic_exchange import find_exchange_problems, split_codec
 from shardtrain.trainer.combinations import check_combinations
@@ -131,12 +132,42 @@ def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
     inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
     name = by if isinstance(by, str) else "own"
-    scaled, notes = scale_run(run, run.scaling, sum(replicas), name, inside)
+    # the rate of islands that come and go is scaled in each step
+    scaling = replace(run.scaling, rate="none") if run.elastic.grows else run.scaling
+    scaled, notes = scale_run(run, scaling, sum(replicas), name, inside)
     for line in notes:
         output.note(line)
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return scaled
+
+
+def _find_batch_problems(run: Run) -> list[str]:
+    """Return what of the batch and the learning rate of a step does not go together."""
+    problems, (rate, by) = [], (run.scaling.rate, split_codec(run.strategy.synchronisation)[1])
+    if not run.elastic.grows:
+        follows = f"--scaling.rate {rate}, which follows the members; use --elastic.batch members, or none"
+        return [follows] if rate != "none" else []
+    if by.on_deltas:
+        problems.append(
+            "--elastic.batch members with local steps, each of which has one batch; use --elastic.batch fixed"
+        )
+    if run.scaling != replace(Scaling(), rate=rate):
+        problems.append(
+            "--scaling.batch, --scaling.steps or scaling.warmup with --elastic.batch members, which scales"
+            " each step by its members; leave them out"
+        )
+    if rate != "none" and not by.is_mean:
+        problems.append(
+            f"--scaling.rate {rate} with --combine {by.by}, which needs no other rate while the batch of a"
+            " member stays; use --scaling.rate none"
+        )
+    if rate != "none" and not isinstance(run.optimizer, Optimizer):
+        problems.append(
+            f"--scaling.rate {rate} with an optimizer in Python, whose rate cannot be scaled from outside;"
+            " use an Optimizer(name=...), or --scaling.rate none"
+        )
+    return problems
 
 
 def prepare_elastic(run: Run, has_mpi: bool) -> Run:
@@ -150,7 +181,7 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
       ValueError: lists every option that it cannot have.
     """
     strategy = run.strategy
-    problems = find_exchange_problems(strategy.synchronisation)
+    problems = find_exchange_problems(strategy.synchronisation) + _find_batch_problems(run)
     if run.steps % (every := strategy.synchronisation.every):
         problems.append(
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
@@ -165,7 +196,7 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
     # a slot is a replica, unless gradients are only added up
-    replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.most
+    replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.sharers
     slots = run.elastic.slots or replicas
     elastic = replace(run.elastic, slots=slots)
     elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.elastic import engine
-from shardtrain.elastic.epoch import Epoch, Peer, find_next
-from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
+from shardtrain.elastic.epoch import BatchRule, Epoch, Peer, find_next
+from shardtrain.elastic.ledger import count_batches, is_valid_checkpoint, list_ledger
 from shardtrain.elastic.member import Member, Membership, Phase
 from shardtrain.elastic.messages import Vote, from_header, to_header
 
@@ -39,8 +39,9 @@ def check(holds: bool, text: str, *facts: Any) -> None:
 # -- the toy problem ----------------------------------------------------------------------------------------
 
 
-def gradient(params, step, slot):
-    return [(p * (2 * slot + 3) + step * 7 + slot * 13 + i) % MODULUS for i, p in enumerate(params)]
+def gradient(params, step, slot, batch):
+    added = step * 7 + slot * 13 + batch * 17
+    return [(p * (2 * slot + 3) + added + i) % MODULUS for i, p in enumerate(params)]
 
 
 def update(params, values):
@@ -55,10 +56,10 @@ class OwnSum:
         self.elements = [(0, 0, 1)] * ELEMENTS
         self._note = note
 
-    def add(self, params, step, slots):
+    def add(self, params, step, slots, find_batch):
         self.groups += [slots] if slots else []
         for slot in slots:
-            added = [(1000**slot, value, value) for value in gradient(params, step, slot)]
+            added = [(1000**slot, value, value) for value in gradient(params, step, slot, find_batch(slot))]
             self.elements = [_plus(*pair) for pair in zip(self.elements, added, strict=True)]
 
     def copy(self, num_chunks):
@@ -113,6 +114,7 @@ class Scenario:
     encodes: bool
     every: int
     num_steps: int | None
+    batch: BatchRule
 
 
 HUNTED = ("vote", "report", "propose", "state", "write", "bye", "apply", "announce", "chunk", "compute")
@@ -150,6 +152,7 @@ def draw_scenario(rng: random.Random) -> Scenario:
         encodes=rng.random() < 0.1,
         every=every,
         num_steps=rng.choice([None, None, every * rng.randint(1, 40)]),
+        batch=rng.choice(["fixed", "members"]) if every == 1 else "fixed",
     )
 
 
@@ -163,6 +166,7 @@ class Node:
             num_slots=world.scenario.num_slots,
             num_steps=world.scenario.num_steps,
             every=world.scenario.every,
+            batch=world.scenario.batch,
             min_members=world.scenario.min_members,
             wait_seconds=40.0,
             minority_seconds=5.0,
@@ -212,7 +216,8 @@ class Simulation:
         self.checkpoints: list[tuple[int, int, tuple[int, ...]]] = []
         self.applied: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.given: dict[tuple[int, int, str], tuple[tuple[int, ...], ...]] = {}
-        self.reference = [START]
+        # (number of foundations, steps) -> parameters of one process, and batches that it has read
+        self.reference: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
         self.hunts: list[str] = []
         self.counts: Counter[str] = Counter()
         self.digests: dict[tuple[int, int], dict[str, str]] = {}
@@ -431,13 +436,29 @@ class Simulation:
             self.check_epoch_of(step, number)
         for number, step in self.digests:
             self.find_wrong(number, step, self.epochs[number - 1].names)
+        self.check_size(epoch)
         gone = set(epoch.why.partition("excluded ")[2].partition(";")[0].split(", ")) - {""}
         check(gone <= self.may_exclude, "a member is excluded without a reason", gone)
+
+    def check_size(self, epoch: Epoch) -> None:
+        """A step has the slots of all its batches: one, or one for each member of the epoch that began it."""
+        size = len(epoch.names) if self.scenario.batch == "members" else 1
+        if epoch.repeats:
+            size = self.size_of(self.epochs[epoch.number - 2], epoch.step)
+        check(self.size_of(epoch, epoch.step) == size, "a step has another size", epoch)
+
+    def size_of(self, epoch: Epoch, step: int) -> int:
+        return sum(map(len, epoch.slots_of(step).values())) // self.scenario.num_slots
+
+    def era(self, number: int) -> int:
+        return sum(epoch.founded for epoch in self.epochs[:number])
 
     def do_findcheckpoint(self, node: Node, effect: engine.FindCheckpoint) -> None:
         def find() -> engine.Event:
             self.drop_void()
-            return engine.Checkpoint(max([0, *(step for step, _, _ in self.checkpoints)]))
+            step = max([0, *(step for step, _, _ in self.checkpoints)])
+            grows = self.scenario.batch == "members"
+            return engine.Checkpoint(step, count_batches(self.epochs, step) if grows else None)
 
         self.later(node, self.delay(), find)
 
@@ -452,8 +473,13 @@ class Simulation:
         def restore() -> None:
             self.use_checkpoints(node)
             self.drop_void()
-            params = [p for s, _, p in self.checkpoints if s == effect.step] or [START]
-            node.step, node.params, node.is_faulty, node.own = effect.step, params[0], False, None
+            found = [(p, self.era(number)) for s, number, p in self.checkpoints if s == effect.step]
+            params, era = found[0] if found else (START, 0)
+            node.step, node.params, node.is_faulty, node.own = effect.step, params, False, None
+            if found or not effect.step:
+                before = self.reference.get((era, effect.step), (START, 0))
+                self.reference.setdefault((self.era(node.member.number), effect.step), before)
+                self.check_params(node, node.member.number)
 
         self.work(node, 0.0, restore)
 
@@ -502,10 +528,14 @@ class Simulation:
         def note(groups: tuple[tuple[int, ...], ...]) -> None:
             self.given[member.number, effect.step, name] = groups
 
+        def find_batch(slot: int) -> int:
+            first = effect.step if effect.batches is None else effect.batches.start
+            return first + slot // self.scenario.num_slots
+
         def compute() -> engine.Event:
             check(node.step == effect.step, "a member computes another step than it has", name, effect)
             node.own = node.own or OwnSum(note)
-            node.own.add(node.params, effect.step, effect.slots)
+            node.own.add(node.params, effect.step, effect.slots, find_batch)
             if effect.step // self.scenario.every % 2:
                 return engine.Computed(effect.step, effect.slots, node.own)
             digest = f"{node.kind}/{effect.step + 1000 * node.is_faulty}"
@@ -533,7 +563,8 @@ class Simulation:
     def do_apply(self, node: Node, effect: engine.Apply) -> None:
         step, epoch, total = effect.step, effect.epoch, effect.total
         elements = tuple(total.elements if isinstance(total, WholeSum) else total)
-        slots = sum(1000**slot for slot in range(self.scenario.num_slots))
+        size = self.size_of(self.epochs[epoch - 1], step)
+        slots = sum(1000**slot for slot in range(self.scenario.num_slots * size))
         check(all(e[0] == slots for e in elements), "a slot is not counted exactly once", node.name, step)
         first = self.applied.setdefault((step, epoch), elements)
         check(first == elements, "two islands apply unequal sums", node.name, step, epoch)
@@ -544,19 +575,27 @@ class Simulation:
             values = [e[1] for e in elements]
             node.params, node.own = update(node.params, values), None
             node.step = find_next(step, self.scenario.every)
-            self.check_params(node)
+            self.refer(step, epoch, size)
+            self.check_params(node, epoch)
             return engine.Applied(step)
 
         self.work(node, self.rng.uniform(0, 0.1), apply)
 
-    def check_params(self, node: Node) -> None:
+    def refer(self, step: int, epoch: int, size: int) -> None:
+        """Do a step of so many batches as one process."""
         # what is computed in an exchange depends on its first step alone here
-        every, number = self.scenario.every, node.step // self.scenario.every
-        while len(self.reference) <= number:
-            step, params = (len(self.reference) - 1) * every, self.reference[-1]
-            grads = [gradient(params, step, slot) for slot in range(self.scenario.num_slots)]
-            self.reference.append(update(params, [sum(g) % MODULUS for g in zip(*grads, strict=True)]))
-        check(node.params == self.reference[number], "parameters differ from one process", node.name)
+        era, after = self.era(epoch), find_next(step, self.scenario.every)
+        if (era, after) not in self.reference:
+            params, read = self.reference[era, step]
+            slots = range(self.scenario.num_slots * size)
+            grads = [gradient(params, step, slot, read + slot // self.scenario.num_slots) for slot in slots]
+            values = [sum(g) % MODULUS for g in zip(*grads, strict=True)]
+            read += size if self.scenario.batch == "members" else after - step
+            self.reference[era, after] = update(params, values), read
+
+    def check_params(self, node: Node, epoch: int) -> None:
+        expected, _ = self.reference[self.era(epoch), node.step]
+        check(node.params == expected, "parameters differ from one process", node.name)
 
     def check_epoch_of(self, step: int, number: int) -> None:
         """Some may have applied a step only if no later epoch repeats it, other than from a checkpoint."""
@@ -750,6 +789,9 @@ class Simulation:
                 if (line.step, line.epoch) in self.applied:
                     given = {name: self.given.get((line.epoch, line.step, name)) for name in line.groups}
                     check(given == line.groups, "the ledger tells another story", line, given)
+                    _, read = self.reference[self.era(line.epoch), line.step]
+                    counted = count_batches(self.epochs, line.step)
+                    check(counted == read, "the ledger counts other batches", line, counted, read)
         self.counts["steps"] += num_steps
         self.counts["planned end"] += num_steps == self.scenario.num_steps
 

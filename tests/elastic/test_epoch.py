@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardtrain.elastic.epoch import Epoch, Peer, Report, deal, found_epoch, next_epoch
-from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
+from shardtrain.elastic.ledger import count_batches, is_valid_checkpoint, list_ledger
 
 A, B, C = (Peer(name=name, address=f"tcp://{name}") for name in "abc")
 EPOCH = Epoch(number=3, step=10, members=(A, B, C), slots=((0, 1), (2, 3), (4, 5)), why="joined c")
@@ -103,6 +103,41 @@ def test_the_ledger_follows_from_the_epochs():
     assert [line.epoch for line in list_ledger(all_died, 7)] == [1, 4, 6, 6, 6, 6, 6]
     with pytest.raises(ValueError, match="all epochs from 1"):
         list_ledger([first, lost], 4)
+
+
+def test_with_a_batch_for_each_member_a_step_keeps_the_size_with_which_it_was_begun():
+    first = found_epoch(1, A, 4, 2, first_batch=4)
+    reports = {"a": replace(HELD, epoch=1, step=5, held=False, begun=0)}
+    grown = next_epoch(first, reports, {"b": B, "c": C})
+    assert grown is not None
+    assert (grown.step, grown.first_batch, grown.slots) == (5, 5, ((0, 1), (2, 3), (4, 5)))
+    assert [grown.find_batches(step) for step in (5, 6)] == [range(5, 8), range(8, 11)]
+    # a dies in step 6, of which c has the last slots
+    report = replace(HELD, epoch=2, step=6, held=False, begun=2)
+    lost = next_epoch(grown, {"b": report, "c": report}, {})
+    assert lost is not None
+    assert (lost.step, lost.first_batch, lost.slots) == (6, 8, ((2, 3, 0), (4, 5, 1)))
+    assert [lost.find_batches(step) for step in (6, 7, 8)] == [range(8, 11), range(11, 13), range(13, 15)]
+    assert lost.slots_of(7) == {"b": (0, 1), "c": (2, 3)}
+    # nothing of it is left, or it is committed: the next one has the size of its members
+    gone = next_epoch(grown, {"b": replace(report, begun=0), "c": replace(report, leaves=True)}, {})
+    held = next_epoch(grown, {"b": replace(report, held=True), "c": replace(report, held=True)}, {})
+    assert gone is not None
+    assert held is not None
+    assert (gone.first_batch, gone.slots) == (8, ((0, 1),))
+    assert (held.step, held.first_batch, held.slots) == (7, 11, ((0, 1), (2, 3)))
+    # all die after a checkpoint of step 8, or after 9 and two steps more without islands
+    epochs = [first, grown, lost]
+    assert [count_batches(epochs, step) for step in range(4, 9)] == [4, 5, 8, 11, 13]
+    assert count_batches(epochs, 11, {3: 9}) == 17
+    assert count_batches([*epochs, found_epoch(4, A, 6, 2, first_batch=8)], 9) == 11
+    assert count_batches([], 3) == 3
+
+
+def test_an_epoch_that_deals_parts_of_batches_is_refused():
+    for wrong in ({"slots": ((0, 1, 2),)}, {"every": 2}, {"slots": ((),)}):
+        with pytest.raises(ValueError, match="must deal whole batches"):
+            replace(found_epoch(1, A, 0, 2, first_batch=0), **wrong)
 
 
 def test_a_member_that_had_not_begun_the_slots_of_an_epoch_sums_them_with_later_ones():

@@ -39,12 +39,19 @@ MESSAGES = (
     Join(peer=PEER, donor="b", has_state=True, ready=False),
     Update(epoch=1, step=0),
     Announce(epoch=found_epoch(1, PEER, 0, 4)),
+    Announce(epoch=found_epoch(1, PEER, 5, 4, first_batch=7)),
 )
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_from_json(message):
     assert from_header(json.loads(json.dumps(to_header(message)))) == message
+
+
+def test_an_epoch_says_only_with_a_batch_for_each_member_which_these_are():
+    fixed, grown = (to_header(message)["epoch"] for message in MESSAGES[-2:])
+    assert grown.keys() - fixed.keys() == {"member_slots", "first_batch"}
+    assert list(fixed)[-2:] == ["every", "num_steps"]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

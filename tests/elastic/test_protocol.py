@@ -14,6 +14,7 @@ from simulation import Simulation, draw_scenario
 
 from shardtrain.elastic.engine import (
     Checkpoint,
+    Compute,
     Connect,
     FindCheckpoint,
     Lost,
@@ -140,18 +141,29 @@ class ComparesNoNumbers(Member):
         return False
 
 
+class CountsStepsAsBatches(Member):
+    def _do(self, *effects):
+        found = []
+        for each in effects:
+            if isinstance(each, Compute) and each.batches is not None:
+                each = replace(each, batches=range(each.step, each.step + len(each.batches)))
+            found.append(each)
+        super()._do(*found)
+
+
 MUTANTS = {
     AppliesBeforeTheVotes: 6,
-    EndsBeforeItHasSaved: 170,
-    WritesWithoutFence: 138,
+    EndsBeforeItHasSaved: 273,
+    WritesWithoutFence: 334,
     RevokesNobody: 6,
     BreaksItsPromise: 6,
     TakesLateChunks: 20,
-    WaitsForALostDonor: 71,
+    WaitsForALostDonor: 81,
     ProposesAlone: 5,
-    TrainsAStepTooMany: 4,
-    StopsAloneAtTheLastStep: 106,
-    ComparesNoNumbers: 114,
+    TrainsAStepTooMany: 3,
+    StopsAloneAtTheLastStep: 18,
+    ComparesNoNumbers: 132,
+    CountsStepsAsBatches: 8,
 }
 """One mutant for each invariant -> the first seed that found it, to save time; else others do."""
 

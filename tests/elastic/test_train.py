@@ -9,19 +9,33 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
+from quiet_training import InMemory, random_tokens
 from tiny_language_model import TinyConfig
 
-from shardtrain import Run, Strategy, Text
+import shardtrain as st
+from shardtrain import Optimizer, Run, Schedule, Strategy, Text
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.combine.synchronisation import Synchronisation, preset
+from shardtrain.data import Batches, Position
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import read_history
+from shardtrain.elastic.ledger import list_ledger
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
+from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.placement import init_state
+from shardtrain.train_step.step import make_step
 from shardtrain.trainer.island_run import prepare_elastic
+from shardtrain.trainer.setup import make_microbatch, make_setup
+from shardtrain.trainer.sources import make_batches, open_sources
+
+MEMBERS = Elastic(islands="1..4", batch="members")
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "elastic_run.py")
 
@@ -168,6 +182,80 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
         assert "bitwise" in found.stdout
 
 
+def train_by_ledger(epochs, folder):
+    """Return (loss, learning rate, number of batches before it) of each step, as one device computes it.
+
+    The batch of a step is as many batches as its epoch says, and its rate times the root of their number.
+    """
+    run = Run(
+        model=TinyConfig(vocab=32, num_layers=2, dropout=0.1),
+        data=InMemory(random_tokens()),
+        optimizer=Optimizer(learning_rate=Schedule(peak=1e-2)),
+        batch=10,
+        steps=120,
+    )
+    source, _ = open_sources(run, folder)
+    batches = make_batches(run, source)
+    mesh, steps, state, found = make_mesh(run.strategy.layout, jax.devices()[:1]), {}, None, []
+    position, number = Position(epoch=0, index=0), 0
+    for line in list_ledger(epochs, 120):
+        size = len(epochs[line.epoch - 1].find_batches(line.step))
+        scaled = replace(run, optimizer=Optimizer(learning_rate=Schedule(peak=1e-2 * size**0.5)))
+        if size not in steps:
+            setup = make_setup(scaled, microbatch=make_microbatch(run, source), mesh=mesh)
+            parts = setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate
+            steps[size] = make_step(*parts)
+            state = state or init_state(setup.model, setup.optimizer, setup.placement, run.seed)
+        rows = []
+        for _ in range(size):
+            rows.append(batches.load(position))
+            position = batches.advance(position)
+        whole = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
+        state, metrics = steps[size](state, st.place(whole, mesh, run.strategy.layout.batch_axes))
+        found.append((float(metrics["loss_sum"] / metrics["count"]), float(metrics["learning_rate"]), number))
+        number += size
+    return found, position
+
+
+def test_a_batch_for_each_member(islands, warm_python, tmp_path):
+    """Losses are those of one device with so many batches, through a join, a kill, and the death of all."""
+    options = ["--elastic.batch", "members", "--scaling.rate", "sqrt"]
+    islands.pace(12)
+    islands.start(*options)
+    islands.start(*options)
+    islands.wait_for_why("joined")
+    islands.wait_for_step(len(islands.lines()) + 3)
+    islands.start(*options)
+    islands.wait_for_why("joined", 2)
+    islands.wait_for_step(len(islands.lines()) + 3)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.wait_for_why("lost")
+    islands.wait_for_step(len(islands.lines()) + 3)
+    islands.end()
+    islands.pace(1000)
+    last = islands.start(*options)
+    assert last.wait(60) == 0
+    epochs = islands.epochs()
+    assert sum(epoch.founded for epoch in epochs) == 2
+    assert {len(epoch.find_batches(epoch.step)) for epoch in epochs} == {1, 2, 3}
+    expected, end = train_by_ledger(epochs, tmp_path)
+    lines = islands.lines()
+    assert [line["step"] for line in lines] == list(range(1, 121))
+    for line, (loss, rate, _) in zip(lines, expected, strict=True):
+        np.testing.assert_allclose([line["train/loss"], line["learning_rate"]], [loss, rate], rtol=2e-5)
+    readers = find_readers(islands.run / "checkpoints")
+    assert readers[-1].extra["position"] == dict(end)
+    replay = [*warm_python, "-m", "shardtrain", "replay", str(islands.run), "--from", "0", "--to", "120"]
+    found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
+    assert "bitwise" in found.stdout
+    # a run without islands that come and go continues in the data where they were
+    assert islands.start("--steps", "121", elastic="").wait(60) == 0
+    assert islands.start(*options, "--steps", "122").wait(60) == 0
+    batches = Batches(source=random_tokens(), batch=10)
+    saved = {reader.step: reader.extra["position"] for reader in find_readers(islands.run / "checkpoints")}
+    assert [saved[121], saved[122]] == [dict(batches.advance(end, number)) for number in (1, 2)]
+
+
 def test_the_loop_of_the_example_trains(warm_python, tmp_path):
     """Half of its steps, on one device as on a laptop."""
     text = (
@@ -266,6 +354,27 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
         ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
+        (
+            {"scaling": Scaling(rate="sqrt")},
+            "--scaling.rate sqrt, which follows the members; use --elastic.batch",
+        ),
+        (
+            {"elastic": MEMBERS, "strategy": Strategy(synchronisation=preset("local-sgd"))},
+            "--elastic.batch members with local steps",
+        ),
+        (
+            {
+                "elastic": MEMBERS,
+                "strategy": Strategy(synchronisation=Synchronisation(by="bfloat16+adasum")),
+                "scaling": Scaling(rate="linear"),
+            },
+            "--scaling.rate linear with --combine adasum",
+        ),
+        (
+            {"elastic": MEMBERS, "scaling": Scaling(rate="linear"), "optimizer": optax.sgd(0.1)},
+            "an optimizer in Python",
+        ),
+        ({"elastic": MEMBERS, "scaling": Scaling(rate="linear", batch=True)}, "--scaling.batch, --scaling"),
     ],
 )
 def test_what_cannot_come_and_go_is_refused(options, message):

@@ -77,6 +77,28 @@ def test_each_second_is_accounted_for():
     assert summarize(history, [], now=1000.0).step_seconds == pytest.approx((10 + 15 + 15) / 35)
 
 
+def test_steps_with_fewer_batches_are_less_work():
+    first = found_epoch(1, A, 0, 2, first_batch=0)
+    grown = replace(EPOCHS[1], slots=((0, 1), (2, 3)), member_slots=2, first_batch=10)
+    history = History(
+        epochs=(first, grown),
+        made=(0.0, 10.0),
+        alive={"a": 50.0, "b": 50.0},
+        members={},
+        saved=0,
+        plain={},
+    )
+    lines = [{"step": step, "seconds/step": 1.0} for step in range(1, 41)]
+    past = summarize(history, lines, now=1000.0)
+    # steps of one island are as long, and read half as much
+    assert (past.step_seconds, past.useful_seconds, past.lost_seconds["fewer"]) == (1.0, 35.0, 5.0)
+    assert past.goodput == pytest.approx(35 / 50)
+    assert [each.num_slots for each in past.islands] == [2 * 10 + 2 * 30, 2 * 30]
+    text = past_text(past)
+    assert text.startswith("40 steps of 2 slots for each island in 50s,")
+    assert "57.1%" in text
+
+
 def test_the_report_of_a_folder(tmp_path, capsys):
     files = RunFiles(tmp_path / "run" / "elastic")
     for epoch, made in zip(EPOCHS, MADE, strict=True):

@@ -32,10 +32,12 @@ class Task(NamedTuple):
         placement = st.make_placement(self.model, optimizer, layout, mesh, synchronisation=synchronisation)
         return layout, mesh, placement, st.init_state(self.model, optimizer, placement, seed=0)
 
-    def make_program(self, sizes, optimizer, synchronisation):
+    def make_program(self, sizes, optimizer, synchronisation, num_slots=SLOTS, **options):
         _, _, placement, state = self.make_parts(sizes, optimizer)
         training = st.Training(self.model, self.loss, optimizer)
-        return st.ElasticProgram(training, placement, self.batches, SLOTS, state, synchronisation)
+        return st.ElasticProgram(
+            training, placement, self.batches, num_slots, state, synchronisation, **options
+        )
 
     def train_on_mesh(self, optimizer, synchronisation):
         """Return state and metrics after each merge of a mesh with a replica for each slot."""
@@ -98,6 +100,69 @@ def test_slots_are_the_replicas_of_a_mesh(task, sizes, optimizer, synchronisatio
         assert ("orthogonality" in metrics) == (synchronisation.by == "adasum")
         for name in metrics.keys() & {"orthogonality"}:
             np.testing.assert_allclose(metrics[name], mesh_metrics[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("task", "rate", "by", "num_slots"),
+    [
+        (TINY, "none", "mean", 3),
+        (TINY, "sqrt", "mean", 3),
+        (TINY, "linear", "mean", 1),
+        (NORMED, "none", "mean", 4),
+        (TINY, "none", "adasum", 1),
+    ],
+)
+def test_steps_with_a_batch_for_each_member_are_those_of_a_larger_batch(task, rate, by, num_slots):
+    """Of one device, or for Adasum of a mesh with a replica for each."""
+    synchronisation = Synchronisation(by=by)
+    program = task.make_program(ONE, ADAM, synchronisation, num_slots, members=3, rate=rate)
+    state, first = jax.device_get(program.state), 0
+    for number, size in enumerate((1, 3, 2, 2, 3, 1)):
+        batches, slots = range(first, first + size), range(num_slots * size)
+        shares = [each for each in (slots[1::2], slots[::2]) if each]
+        sums = [jax.device_get(program.compute(number, each, batches)) for each in shares]
+        program.apply(number, jax.tree.map(lambda *x: sum(x[1:], x[0]), *sums))
+        sizes = {"data": size} if by == "adasum" else ONE
+        scaled = optax.adam(1e-2 * {"none": 1, "linear": size, "sqrt": size**0.5}[rate])
+        layout, mesh, placement, new = task.make_parts(sizes, scaled, synchronisation)
+        state = state._replace(combine_state=new.combine_state)
+        parts = [task.batches.load(program.find_position(each)) for each in batches]
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if task is NORMED:
+            # its statistics are those of a slot
+            whole = {name: x.reshape(num_slots * size, -1, *x.shape[1:]) for name, x in whole.items()}
+            state, metrics = average_slots(placement, state, whole, scaled)
+        else:
+            step = st.make_step(task.model, task.loss, scaled, placement)
+            state, metrics = step(state, st.place(whole, mesh, layout.batch_axes))
+        state, first = jax.device_get(state), first + size
+        np.testing.assert_allclose(program.metrics["loss_sum"], metrics["loss_sum"], rtol=1e-5)
+        own = program.state
+        for x, y in (own.params, state.params), (own.model_state, state.model_state):
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), x, y)
+
+
+def average_slots(placement, state, slots, optimizer):
+    """Return state and metrics of a step whose batch statistics are averaged over slots."""
+    gradients = jax.jit(st.make_gradients(NORMED.model, NORMED.loss, placement))
+    key = step_key(jnp.uint32(0), jnp.int32(state.step))
+    parts = [{name: x[None, each] for name, x in slots.items()} for each in range(len(slots["label"]))]
+    found = [gradients(state.params, state.model_state, key, part, 0) for part in parts]
+    mean = jax.tree.map(lambda *x: sum(x) / len(x), *found)
+    updates, opt_state = optimizer.update(mean.of_mean_loss.grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    new = state._replace(
+        params=params, opt_state=opt_state, model_state=mean.model_state, step=state.step + 1
+    )
+    return new, {"loss_sum": sum(each.loss_sum for each in found)}
+
+
+def test_a_step_of_more_batches_than_members_is_refused():
+    program = TINY.make_program(ONE, SGD, Synchronisation(), members=2)
+    with pytest.raises(ValueError, match="a step of 3 batches, and members is 2"):
+        program.compute(0, range(12), range(3))
+    with pytest.raises(ValueError, match="use one batch"):
+        TINY.make_program(ONE, SGD, LOCAL, members=2)
 
 
 def test_local_steps_average_the_states_of_optimizers():

@@ -13,7 +13,6 @@ from shardtrain import Run, Strategy, Text
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.options import Across
-from shardtrain.optim.scaling import Scaling
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -37,7 +36,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "--batch-unit tokens": {"batch_unit": "tokens"},
     "--batch-growth": {"batch_growth": "5:2"},
     "--gradient-noise-scale": {"gradient_noise_scale": True},
-    "--scaling.rate": {"scaling": Scaling(rate="linear")},
     "--nonfinite roll_back": {"nonfinite": "roll_back"},
     "--recovery.spike": {"recovery": Recovery(spike=2.0)},
     "--checkpoints.best": {"checkpoints": CheckpointPolicy(best="heldout/loss")},
