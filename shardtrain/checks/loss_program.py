@@ -29,6 +29,7 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
 from shardtrain.jaxpr.forward import dependencies
+from shardtrain.system.excerpts import short
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of traced rows; a dim that the prime divides counts rows."""
@@ -63,7 +64,7 @@ def check_trace(
 ) -> LossFindings:
     """Trace a loss and its model twice, as a step does, and check the programs.
 
-    Nothing is found in a model that cannot take the traced number of rows.
+    A model that cannot take the traced number of rows is not checked, with a warning if its rows are split.
 
     Args:
       model: the whole model.
@@ -82,8 +83,12 @@ def check_trace(
         # under another option jax traces inner functions again too
         with jax.numpy_rank_promotion("warn"), _promotions(2 * prime, promoted):
             second = trace_loss(model, loss, batch, 2 * prime)
-    except (UserCodeFailed, ValueError):
-        return LossFindings([], [])
+    except (UserCodeFailed, TypeError, ValueError) as error:
+        unchecked = (
+            f"WARNING: it was not checked whether rows depend on each other, as the loss or the model cannot"
+            f" take {2 * prime} rows ({short(str(error))}); a batch is split into {num_parts} parts"
+        )
+        return LossFindings([], [unchecked] if num_parts > 1 else [])
     once = list_equations(first)
     warned = [
         *_warn_unweighted(first, list(batch), metrics),
@@ -113,7 +118,7 @@ def _couplings(
     if found:
         # a dim inside the model may be a multiple of one prime by chance
         other = next(each for each in reversed(PRIMES) if each != prime)
-        with suppress(UserCodeFailed, ValueError):  # the model may not take so many rows
+        with suppress(UserCodeFailed, TypeError, ValueError):  # the model may not take so many rows
             again, _ = find_couplings(trace_loss(model, loss, batch, 2 * other), other)
             found = {line: each for line, each in found.items() if line in again}
     if found:
@@ -140,7 +145,7 @@ def _find_unexplained_difference(
         return ""
     allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
     ways = [] if in_library else [(True, f"the loss and its gradient of {ROWS} rows differ")]
-    with suppress(UserCodeFailed, ValueError):  # it may not be for evaluation
+    with suppress(UserCodeFailed, TypeError, ValueError):  # it may not be for evaluation
         if _find_differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:

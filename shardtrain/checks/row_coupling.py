@@ -246,6 +246,8 @@ class _Walk:
             return any(shape[dim] % whole for dim in after)
         if name.startswith("scatter"):
             return self._scatters(equation, given) and not (name == "scatter-add" and not after)
+        if name == "split":
+            return params["axis"] in before and any(size % whole for size in params["sizes"])
         if name in ("slice", "dynamic_slice"):
             return any(shape[dim] % whole for dim in before)
         if name == "gather":

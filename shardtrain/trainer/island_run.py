@@ -137,7 +137,8 @@ def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     scaled, notes = scale_run(run, scaling, sum(replicas), name, inside)
     for line in notes:
         output.note(line)
-    if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
+    is_alone = len(replicas) == 1 and run.strategy.across.axis == "data"
+    if is_alone and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return scaled
 

@@ -134,6 +134,10 @@ COUPLED: dict[str, tuple[Any, str]] = {
         changed(lambda _, x: x - x.reshape(-1, 2, 6, 8)[:, :1].repeat(2, 1).reshape(x.shape)),
         "mixes rows or moves them",
     ),
+    "halves": (
+        of_losses(lambda x, _: jax.nn.softplus(jnp.subtract(*jnp.split(x, 2))).sum()),
+        "mixes rows or moves them",
+    ),
     "by vmap": (
         of_losses(lambda x, _: jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(x**2).sum()),
         "computes with the number of rows",
@@ -170,7 +174,7 @@ def test_the_line_of_dependent_rows_is_named(name):
     assert all("test_row_coupling.py:" in line for line in found)
 
 
-@pytest.mark.parametrize("name", ["centred", "an offset in the count"])
+@pytest.mark.parametrize("name", ["centred", "an offset in the count", "halves"])
 def test_a_run_warns_of_it_where_it_splits_its_batches(name):
     """A few rows are computed as well: nothing undoes what the operations do."""
     loss, what = COUPLED[name]
@@ -195,6 +199,13 @@ def penalized(weigh):
         return total + weigh(penalty, count), count
 
     return loss
+
+
+def test_a_loss_that_cannot_take_more_rows_is_said_to_be_unchecked():
+    loss = of_losses(lambda x, _: (jnp.sort(x) * jnp.linspace(0, 1, 16)[: len(x)]).sum())
+    (text,) = warnings(loss, 4)
+    assert "not checked whether rows depend on each other" in text
+    assert warnings(loss, 1) == []
 
 
 def test_a_number_that_no_row_contributes_is_named():
