@@ -21,6 +21,7 @@ from shardtrain.checkpoints.origins import make_find_origins
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.checkpoints.restore import restore_arrays
+from shardtrain.cli.arguments import parse_words
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replay steps; return 0 if they are equal or not saved, 1 if arrays differ."""
     from shardtrain.cli import set_cpu_devices
 
-    options = tyro.cli(ReplayOptions, args=list(arguments), prog="shardtrain replay")
+    options = parse_words(ReplayOptions, list(arguments), prog="shardtrain replay")
     folder = options.run.resolve()
     history = read_history(folder)
     command = read_command(folder / ELASTIC)
