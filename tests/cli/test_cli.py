@@ -127,6 +127,12 @@ def test_defaults_are_those_of_the_run_and_of_a_mesh_file():
         (["train", f"{GPT}:sample"], 2, "is a function with arguments"),
         (["train", GPT, "--mesh", "missing.toml"], 2, "there is no layout file missing.toml to read"),
         (["train", GPT, "--run-dir", GPT], 2, "is a file; give a folder"),
+        (["train", GPT, "--run-dir", "/proc/x"], 2, "run_dir /proc/x cannot be made: no folders can be made"),
+        (
+            ["train", GPT, "--run-dir", "/dev/null/x"],
+            2,
+            "/dev/null/x cannot be made: Not a directory",
+        ),
         (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
     ],
 )
