@@ -1,8 +1,10 @@
 """Read and check words of the command line before a parser reads them; run commands of a command. No jax."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
 from shardtrain.errors.messages import near
@@ -68,6 +70,87 @@ def list_too_small(values: Mapping[str, float | None], least: int = 1) -> list[s
     ]
 
 
+def parse_words(kind: Any, words: Sequence[str], **how: Any) -> Any:
+    """Parse the options of a command with tyro; a list option that is given several times adds up.
+
+    Args:
+      kind: the class of the options.
+      words: the command line.
+      **how: further arguments of `tyro.cli`.
+
+    Returns:
+      An instance of the class.
+
+    Raises:
+      ValueError: see `join_lists`.
+      SystemExit: after --help, or if the options cannot be parsed.
+    """
+    import tyro  # most words are read without it
+
+    return tyro.cli(kind, args=join_lists(words, set(_list_options(kind))), **how)
+
+
+_OPTION = re.compile("--?[A-Za-z].*", re.DOTALL)
+"""A word that is an option, and no value such as -1."""
+
+
+def join_lists(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Move the values of each list option behind its first occurrence; a parser keeps only the last one's.
+
+    Args:
+      words: the command line.
+      names: names of the list options.
+
+    Raises:
+      ValueError: a value to move begins with a hyphen, so that it would be an option there.
+
+    >>> join_lists(["--data", "a", "b", "--steps", "3", "--data=c"], {"--data"})
+    ['--data', 'a', 'b', 'c', '--steps', '3']
+    """
+    groups: list[list[str]] = [[]]
+    first: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if not _OPTION.fullmatch(word):
+            groups[-1].append(word)
+        elif name in first:
+            if _OPTION.fullmatch(value):
+                raise ValueError(
+                    f"{name} is given twice, and {value!r} begins with a hyphen; give that first:"
+                    f" {name}={value}"
+                )
+            # the values that follow go there too
+            groups.append(first[name])
+            groups[-1] += [value] if equals else []
+        else:
+            groups.append([word])
+            if name in names:
+                first[name] = groups[-1]
+    different = {id(group): group for group in groups}
+    return [word for group in different.values() for word in group]
+
+
+def _list_options(kind: Any) -> Iterator[str]:
+    """Yield the names of the options of a class, and of classes in it, whose number of values is free."""
+    import tyro
+
+    kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+    for field, hint in typing.get_type_hints(kind, include_extras=True).items():
+        own, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(own):
+            yield from _list_options(own)
+        elif tyro.conf.UseAppendAction not in notes and any(map(_is_free_list, [own, *typing.get_args(own)])):
+            named = (getattr(note, "name", None) for note in notes)
+            name = next((name for name in named if isinstance(name, str)), field)
+            yield f"--{name.replace('_', '-')}"
+
+
+def _is_free_list(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    return origin in (list, set, frozenset, dict) or (origin is tuple and ... in typing.get_args(kind))
+
+
 Subcommands = Mapping[str, tuple[type, Callable[[Any], int]]]
 """Name -> the class of its options, and the function that runs it and returns the exit code."""
 
@@ -93,9 +176,7 @@ def run_subcommand(program: str, word: str, commands: Subcommands, arguments: Se
     if name not in commands:
         raise ValueError(f"there is no {word.lower()} {near(name, commands)}\n{usage}")
     kind, run = commands[name]
-    import tyro  # most words are read without it
-
-    return run(tyro.cli(kind, args=rest, prog=f"{program} {name}"))
+    return run(parse_words(kind, rest, prog=f"{program} {name}"))
 
 
 def usage_text(program: str, word: str, kinds: Mapping[str, type]) -> str:

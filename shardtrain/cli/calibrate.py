@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import tyro
-
 from shardtrain import axes
+from shardtrain.cli.arguments import parse_words
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         with cache_programs(flags_text):
             machine = _fit_machine(run, options)
     else:
-        options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
+        options = parse_words(CalibrateOptions, list(arguments), prog="shardtrain calibrate")
         with cache_programs(flags_text):
             machine = measure_machine(options.dtype)
     rates, link = machine.rates, machine.device_link

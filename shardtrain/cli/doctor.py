@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardtrain.cli.arguments import find_values
+from shardtrain.cli.arguments import find_values, parse_words
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
 from shardtrain.islands.binding import bind_cpus, device_environment
@@ -72,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             "there is no --sweep; the OSU micro-benchmarks measure links by message size (mpiexec -n 2"
             " osu_bw, osu_latency), and `shardtrain doctor --only links` compares pairs of ranks"
         )
-    options = tyro.cli(
+    options = parse_words(
         tyro.conf.FlagCreatePairsOff[Options],
-        args=list(arguments),
+        list(arguments),
         prog="shardtrain doctor",
         description="Check what a run needs before it starts, and print how to fix what is wrong. Start it as"
         " one process, or as the ranks of a run: mpiexec -n 3 shardtrain doctor, srun shardtrain doctor,"

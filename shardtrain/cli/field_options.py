@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import docstring_parser
 import tyro
 
+from shardtrain.cli.arguments import parse_words
 from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import is_module
@@ -151,9 +152,9 @@ def parse_options(options: Sequence[FieldOption], words: Sequence[str], prog: st
     Raises:
       SystemExit: with code 2 if the options cannot be parsed.
     """
-    parsed = tyro.cli(
+    parsed = parse_words(
         dataclasses.make_dataclass("Options", map(_member, options), kw_only=True),
-        args=_spell(options, words),
+        _spell(options, words),
         # show the type that the run has of a union, and hide fields that only Python can set; a search for
         # help in comments would take as long as the rest, and these classes have no source
         config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff),

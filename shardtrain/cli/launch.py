@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli import COMMANDS
-from shardtrain.cli.arguments import find_values
+from shardtrain.cli.arguments import find_values, parse_words
 from shardtrain.elastic.options import Elastic
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.messages import near, refuse
@@ -180,9 +180,9 @@ def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
     members = [("launch", flat[Options], field(default=Options()))]
     members += [(name or DEFAULT, flat[special], field(default=special()))]
     launchers = "\n".join(f"  {name:6} {launcher.summary}" for name, launcher in LAUNCHERS.items())
-    parsed = tyro.cli(
+    parsed = parse_words(
         make_dataclass("Parsed", members, frozen=True, kw_only=True),
-        args=list(words),
+        list(words),
         prog=f"shardtrain launch{f' {name}' if name else ''} ... -- COMMAND ...",
         description="Start a command of shardtrain as islands: launch [LAUNCHER] ... -- train RUN ...\n"
         f"{launchers}",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from shardtrain.cli.arguments import parse_words
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.run_files import RunFiles
@@ -37,9 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
       ValueError: the folder has no elastic run, or the run has no such island.
     """
-    options = tyro.cli(
+    options = parse_words(
         Options,
-        args=list(arguments),
+        list(arguments),
         prog="shardtrain leave",
         description="Ask an island of an elastic run to leave after its step, or list the islands.",
     )

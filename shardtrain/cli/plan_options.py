@@ -29,7 +29,8 @@ class PlanOptions(CompileOptions):
         "fastest", the smallest whose examples per second are within 3 % of the most. By default, the run's.
       per_node: number of devices of a node. By default, all devices are on one node.
       link: gigabytes per second that a device sends to others of its node. By default, sending takes no time.
-      node_link: gigabytes per second that a node sends to others. By default, sending takes no time.
+      node_link: gigabytes per second that a node sends to others; needed if there are more devices than
+        --per-node.
       fixed: axis sizes that are not searched, such as tensor=8. The axis context is searched for sequences
         of 8,192 positions or more, or if it is named, as in context=-1; expert is searched for models with
         experts.

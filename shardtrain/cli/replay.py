@@ -21,6 +21,7 @@ from shardtrain.checkpoints.origins import make_find_origins
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.checkpoints.restore import restore_arrays
+from shardtrain.cli.arguments import parse_words
 from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
@@ -34,6 +35,8 @@ from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.model import group_by_path, path_text
+from shardtrain.report.elastic_run import count_committed
+from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.report.tables import mesh_line
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replay steps; return 0 if they are equal or not saved, 1 if arrays differ."""
     from shardtrain.cli import set_cpu_devices
 
-    options = tyro.cli(ReplayOptions, args=list(arguments), prog="shardtrain replay")
+    options = parse_words(ReplayOptions, list(arguments), prog="shardtrain replay")
     folder = options.run.resolve()
     history = read_history(folder)
     command = read_command(folder / ELASTIC)
@@ -140,7 +143,8 @@ def _replay(
       checkpoint in a bit, and why arrays may differ.
 
     Raises:
-      ValueError: a checkpoint is missing or of a past that was left behind, or members are not described.
+      ValueError: a checkpoint is missing or of a past that was left behind, members are not described, or the
+        run has not come to the last step.
     """
     readers = {reader.step: reader for reader in find_readers(folder / CHECKPOINTS)}
     if first not in (0, *readers):
@@ -152,6 +156,12 @@ def _replay(
         raise ValueError(
             f"steps {plain[0]} to {plain[-1] + 1} were trained without --elastic, and islands have no part in"
             " them; give steps before or after"
+        )
+    metrics = read_jsonl(folder / METRICS) if (folder / METRICS).is_file() else []
+    if last > (most := max([count_committed(history, metrics), *readers])):
+        raise ValueError(
+            f"--from {first} --to {last} was asked for, and the run has steps 0 to {most}; give steps of"
+            " these"
         )
     names = {name for line in lines for name in line.groups}
     unknown = sorted(name for name in names if not history.find_mesh(name))

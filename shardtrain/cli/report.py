@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from shardtrain.cli.arguments import parse_words
 from shardtrain.elastic.history import read_history
 from shardtrain.errors.exit_codes import DONE
 from shardtrain.report.elastic_run import past_text, summarize
@@ -32,7 +33,7 @@ class ReportOptions:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the report; return 0."""
-    options = tyro.cli(ReportOptions, args=list(arguments), prog="shardtrain report")
+    options = parse_words(ReportOptions, list(arguments), prog="shardtrain report")
     run, output = options.run, options.output
     if output is not None:
         check_picture(output, "--output", "a plot of islands")

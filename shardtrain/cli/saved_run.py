@@ -16,6 +16,7 @@ import tyro
 
 from shardtrain import axes
 from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.cli.arguments import parse_words
 from shardtrain.cli.checkpoint_files import TOKENIZER
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
@@ -141,7 +142,7 @@ class SavedRun:
 def use_model(command: str, kind: type[SavedOptions], arguments: Sequence[str], use: Any) -> int:
     """Parse and check the options of a command that uses a trained model, call `use` with them; return 0."""
     flags_text = set_xla_flags(arguments)
-    options: Any = tyro.cli(kind, args=list(arguments), prog=f"shardtrain {command}")
+    options: Any = parse_words(kind, list(arguments), prog=f"shardtrain {command}")
     options.check()
     with cache_programs(flags_text):
         use(options)

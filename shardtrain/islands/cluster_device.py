@@ -20,7 +20,8 @@ class ClusterDevice:
       per_node: number of devices of a node; None means that all devices of an island are in one node.
       link_gb_per_second: gigabytes per second that a device sends to others of its node; None assumes no
         delay.
-      node_link_gb_per_second: gigabytes per second that a node sends to others; None assumes no delay.
+      node_link_gb_per_second: gigabytes per second that a node sends to others; a plan needs it if the
+        devices are more than `per_node`.
       latency_us: microseconds of a message to another device.
       price_per_hour: price of one device, in any currency; None if unknown.
       watts: power that one device draws while it trains; None if unknown.

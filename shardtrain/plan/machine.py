@@ -198,8 +198,10 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
       nodes: number of nodes of an island, over which its devices are spread evenly.
 
     Raises:
-      ValueError: the device is not in the table, or has no rate in this dtype, and the file sets none.
+      ValueError: the device is not in the table, or has no rate in this dtype, and the file sets none; or
+        there are several nodes by `per_node`, and no link between them.
     """
+    _check_node_link(device, devices)
     known = None if device.name is None else find_device(device.name)
     if device.name is not None and known is None and device.teraflops is None:
         names = [each.kind for each in DEVICES]
@@ -240,6 +242,16 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
         peak_flops_per_second=peak or flops,
         simulated=device.simulated,
     )
+
+
+def _check_node_link(device: ClusterDevice, devices: int) -> None:
+    """Refuse nodes without a link: messages between them would take no time."""
+    if device.per_node is not None and device.per_node < devices and device.node_link_gb_per_second is None:
+        raise ValueError(
+            f"{devices} devices, {device.per_node} per node, are on {-(-devices // device.per_node)} nodes,"
+            " and what a node sends to others is not given; give --node-link, in GB/s, such as --node-link 25"
+            " (in a cluster file node_link_gb_per_second = 25)"
+        )
 
 
 def _count_bytes(gigabytes: float | None) -> float:

@@ -148,13 +148,13 @@ def summarize(history: History, lines: Sequence[Mapping[str, float]], now: float
         islands=_list_islands(history, epochs, now),
         wall_seconds=history.ended - history.made[0],
         step_seconds=step_seconds,
-        num_plain=_count_committed(history, lines) - epochs[0].epoch.step - sum(len(x.steps) for x in epochs),
+        num_plain=count_committed(history, lines) - epochs[0].epoch.step - sum(len(x.steps) for x in epochs),
         lost_seconds=lost,
     )
 
 
 def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list[EpochPast]:
-    steps = find_steps(history.epochs, _count_committed(history, lines), history.plain)
+    steps = find_steps(history.epochs, count_committed(history, lines), history.plain)
     seconds = [_find_end(history, index) - made for index, made in enumerate(history.made)]
     of_epochs = _split_lines(_join_exchanges(lines, history.epochs[-1].every), steps)
     measured = [_measure_step(each) for each in of_epochs]
@@ -184,7 +184,13 @@ def _list_epochs(history: History, lines: Sequence[Mapping[str, float]]) -> list
     return found
 
 
-def _count_committed(history: History, lines: Sequence[Mapping[str, float]]) -> int:
+def count_committed(history: History, lines: Sequence[Mapping[str, float]]) -> int:
+    """Return the number of steps that a run is known to have committed.
+
+    Args:
+      history: the history of the run.
+      lines: its lines of metrics.
+    """
     # local steps are committed with their exchange
     every = history.epochs[-1].every
     steps = (int(line["step"]) // every * every for line in lines)

@@ -6,6 +6,7 @@ exception: the next start says which program it was and what to change, and cont
 Next: `run_checkpoints.py`.
 """
 
+import errno
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +70,29 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"{folder / links[0]} is a link, which is not followed; remove it, or use another --run-dir"
         )
+
+
+def check_place(folder: Path) -> None:
+    """Check that the folder of a run is there or can be made, before the run is set up.
+
+    A folder of another name is made and removed beside it: the folder itself may be made by another process
+    of the run meanwhile.
+
+    Raises:
+      ValueError: it cannot be made.
+    """
+    try:
+        if folder.is_dir():
+            return
+        place = next(each for each in folder.absolute().parents if each.exists())
+        Path(mkdtemp(prefix=".shardtrain-", dir=place)).rmdir()
+    except OSError as error:
+        # /proc takes no folders, and says that there is no such file
+        why = error.strerror if error.errno != errno.ENOENT else "no folders can be made there"
+        raise ValueError(
+            f"run_dir {folder} cannot be made: {why}; use a folder on a disk that you may write to, such as"
+            " --run-dir runs/mine"
+        ) from error
 
 
 def lock_folder(folder: Path, *, shared: bool = False) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.run_folder import (
     check_folder,
+    check_place,
     draw_curve,
     lock_folder,
     record_environment,
@@ -101,6 +102,9 @@ def train(
     """
     folder = run.run_dir or Path("runs/run")
     check_folder(folder)
+    # only this rank writes to it; another host may have no such disk
+    if Coordination(islands).is_first:
+        check_place(folder)
     totals = RunTotals()
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:

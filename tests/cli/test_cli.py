@@ -54,6 +54,19 @@ def test_options_change_the_run():
     assert run.sample is not None
 
 
+def test_a_list_option_that_is_given_again_adds_up(small, capsys):
+    words = ["--data", "a.txt", "b", "--freeze=tokens", "--data.paths", "c", "--steps", "7", "--data=d", "e"]
+    run, _ = parse_run("train", [GPT, *words, "--freeze", "blocks/*", "--steps", "8"])
+    assert run.data.paths == tuple(map(Path, ["a.txt", "b", "c", "d", "e"]))
+    assert (run.freeze, run.steps) == (("tokens", "blocks/*"), 8)
+    script = "--sbatch constraint=a --setup ls --sbatch=0:mem=2 --sbatch 1:mem=3 --setup=date --dry-run"
+    assert cli.main(["launch", "slurm", "--islands", "2", *script.split(), "--", "train", small]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("--constraint=a", "ls\n", "--mem=2", "--mem=3", "date\n")), shown
+    assert cli.main(["launch", "slurm", "--sbatch=a=1", "--sbatch=--b", "--", "train", small]) == 2
+    assert "--sbatch is given twice, and '--b' begins with a hyphen" in capsys.readouterr().err
+
+
 FULL_NAMES = """
 --mesh fsdp=2 --strategy.layout.mesh fsdp=2
 --combine-on=deltas --strategy.synchronisation.on=deltas
@@ -114,6 +127,12 @@ def test_defaults_are_those_of_the_run_and_of_a_mesh_file():
         (["train", f"{GPT}:sample"], 2, "is a function with arguments"),
         (["train", GPT, "--mesh", "missing.toml"], 2, "there is no layout file missing.toml to read"),
         (["train", GPT, "--run-dir", GPT], 2, "is a file; give a folder"),
+        (["train", GPT, "--run-dir", "/proc/x"], 2, "run_dir /proc/x cannot be made: no folders can be made"),
+        (
+            ["train", GPT, "--run-dir", "/dev/null/x"],
+            2,
+            "/dev/null/x cannot be made: Not a directory",
+        ),
         (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
     ],
 )

@@ -301,6 +301,11 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
             ["--devices", "1000000007", "--device", "NVIDIA L4"],
             "a plan of 1000000007 devices was asked for; use 1 to 16777216",
         ),
+        (
+            ["--devices", "8", "--device", "NVIDIA L4", "--link", "10", "--per-node", "3"],
+            "8 devices, 3 per node, are on 3 nodes, and what a node sends to others is not given; give"
+            " --node-link, in GB/s, such as --node-link 25 (in a cluster file node_link_gb_per_second = 25)",
+        ),
         (["--devices", "2", "--device", "L44"], "or give its teraflops"),
         (["--devices", "2", "--device", "NVIDIA L4", "--most", "0"], "--most is 0; use 1 or more"),
         (

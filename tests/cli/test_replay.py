@@ -84,6 +84,13 @@ def test_steps_are_replayed_and_compared(folder, replay):
         checkpoints.save(3, wrong, extra | {"elastic": {"epoch": 3}})
     code, out, err = replay(0, 1)
     assert (code, out.splitlines()[1]) == (0, "all arrays are those of the checkpoint of step 1, bitwise")
+    code, _, err = replay(1, 4)
+    assert code == 2
+    assert "--from 1 --to 4 was asked for, and the run has steps 0 to 3; give steps of these" in err
+    metrics = folder / "run" / "metrics.jsonl"
+    metrics.write_text('{"step": 4}\n')
+    assert replay(1, 4)[0] == 0
+    metrics.unlink()
     code, out, err = replay(1, 3)
     assert code == 1
     assert "steps 1 to 3, by 2 islands, on 1 device; data=2 tensor=2 (4 devices)\n" in err

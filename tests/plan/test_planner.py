@@ -352,6 +352,11 @@ def test_a_device_is_known_or_has_rates():
     simulated = make_machine(ClusterDevice(teraflops=0.1, simulated=True), 8, in_float32=True)
     assert simulated.simulated
     assert simulated.rates.copies_stacked
+    for per_node in (3, 7):
+        with pytest.raises(ValueError, match="what a node sends to others is not given"):
+            make_machine(ClusterDevice(teraflops=0.1, per_node=per_node), 8, in_float32=True)
+    # all on one node
+    make_machine(ClusterDevice(teraflops=0.1, per_node=8), 8, in_float32=True)
     with pytest.raises(ValueError, match=r"device 'NVIDIA A1000'.*or give its teraflops"):
         make_machine(ClusterDevice(name="NVIDIA A1000"), 1, in_float32=True)
     with pytest.raises(
