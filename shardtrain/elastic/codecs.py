@@ -86,7 +86,8 @@ class Int8:
     """Sends 8 bits an element, and for each block its largest one, divided by 127, in 16 bits.
 
     An element is off by at most 1/253 of the largest one of its block, each time that it is encoded. A block
-    with an infinite element, or with one that is no number, becomes NaN.
+    with an infinite element, or with one that is no number, becomes NaN; one whose elements are all below
+    127 times `LEAST_SCALE` becomes 0.
 
     >>> codec = Int8()
     >>> codec.decode(codec.encode(np.float32([127, -26.4, 0])))

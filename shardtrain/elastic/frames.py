@@ -50,11 +50,13 @@ class Lost:
       peer: its name.
       reason: what happened, for the user.
       closed: whether its process has ended, for sure.
+      misfits: whether it sent something unexpected.
     """
 
     peer: str
     reason: str
     closed: bool = False
+    misfits: bool = False
 
 
 def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:

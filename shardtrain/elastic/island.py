@@ -105,8 +105,9 @@ class ElasticIsland:
         # what can fail comes before the sockets
         newest = self.files.newest()
         epoch = self._check(read_epoch(self.files, newest)) if newest else None
-        num_first = 2 if options.batch == "members" else min(2, options.num_slots)
-        sums, self._sum_tree = jax.tree.flatten(program.compute(0, range(num_first)))
+        grows = options.batch == "members"
+        first = (range(2), range(2)) if grows else (range(min(2, options.num_slots)),)
+        sums, self._sum_tree = jax.tree.flatten(program.compute(0, *first))
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._sockets = Transport(
             name, self.files, self._expect, host=host, patience_seconds=patience_seconds
@@ -250,6 +251,9 @@ class ElasticIsland:
                     self._initial = copy_leaves(self._program.state)
                 self._program.state = jax.tree.unflatten(self._state_tree, arrays)
                 self._post(engine.StateReceived(peer, step))
+            case Lost():
+                # sums have other sizes if islands have other options
+                self._checkpoints.check_others()
             case engine.Revoke(number):
                 self._checkpoints.revoke(number)
             case engine.FindCheckpoint():
@@ -347,6 +351,8 @@ class ElasticIsland:
     def _take(self, found: Received | Lost) -> None:
         if isinstance(found, Lost):
             self._work.put(f"{found.peer}: {found.reason}")
+            if found.misfits and self.member.phase is Phase.JOIN:
+                self._work.put(found)
             self._handle(engine.Lost(found.peer, found.closed))
         elif "state" in found.header:
             # one that was the donor before may still send its state, which is older

@@ -56,8 +56,8 @@ class Elastic:
         most_slots = MOST_SLOTS // self.most if self.grows else MOST_SLOTS
         if self.slots is not None and not self.sharers <= self.slots <= most_slots:
             problems.append(
-                f"slots is {self.slots}, and each of {self.sharers} islands needs one; use {self.sharers} to"
-                f" {most_slots}, or fewer islands"
+                f"slots is {self.slots}, for {self.islands} islands with batch {self.batch!r}; use"
+                f" {self.sharers} to {most_slots}, or other islands"
             )
         if not self.wait_minutes >= 0:
             problems.append(f"wait_minutes is {self.wait_minutes}; use 0 or more")

@@ -239,7 +239,7 @@ class Transport:
         try:
             connection.advance()
         except UnexpectedFrame as error:
-            self._lose(connection.peer, f"it sent {error}")
+            self._lose(connection.peer, f"it sent {error}", misfits=True)
         except OSError as error:
             self._end(connection, str(error))
         else:
@@ -261,8 +261,8 @@ class Transport:
         else:
             self._drop(connection)
 
-    def _lose(self, peer: str, reason: str, *, closed: bool = False) -> None:
-        self._lost[peer] = Lost(peer, reason, closed)
+    def _lose(self, peer: str, reason: str, *, closed: bool = False, misfits: bool = False) -> None:
+        self._lost[peer] = Lost(peer, reason, closed, misfits)
         self._events.append(self._lost[peer])
         if peer in self._peers:
             self._drop(self._peers.pop(peer))

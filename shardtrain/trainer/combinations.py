@@ -36,12 +36,14 @@ class Refusal(NamedTuple):
       option: path of the option in a run.
       text: its {value}, why it is refused, and what to use.
       value: the value that is refused; None refuses all but the default.
+      unless: path of another option that must have its default, if the value is to be refused; "" for none.
     """
 
     kinds: str
     option: str
     text: str
     value: Any = None
+    unless: str = ""
 
 
 REFUSALS = (
@@ -73,6 +75,13 @@ REFUSALS = (
         "stages",
         "strategy.layout.operators",
         "the layout has shardings of single operators, which stages do not follow; leave them out",
+    ),
+    Refusal(
+        "stages",
+        "strategy.pipeline.in_flight",
+        "in_flight is {value} batches, each a step of a pipeline's own optimizer, and there are no waves; use"
+        " --synchronisation wsp --local-steps {value}, or in_flight 1",
+        unless="strategy.synchronisation.distance",
     ),
     Refusal(
         "stages alone",
@@ -107,11 +116,17 @@ def find_refused(run: Run, kind: str) -> list[str]:
     """
     found = []
     for row in REFUSALS:
-        find = attrgetter(row.option)
-        is_refused = find(run) != find(Run) if row.value is None else find(run) == row.value
-        if kind in row.kinds.split() and is_refused:
-            found.append(row.text.format(value=find(run)))
+        value, is_plain = attrgetter(row.option)(run), _has_default(run, row.option)
+        is_refused = not is_plain if row.value is None else value == row.value
+        is_lifted = bool(row.unless) and not _has_default(run, row.unless)
+        if kind in row.kinds.split() and is_refused and not is_lifted:
+            found.append(row.text.format(value=value))
     return found
+
+
+def _has_default(run: Run, option: str) -> bool:
+    find = attrgetter(option)
+    return find(run) == find(Run)
 
 
 def check_combinations(run: Run, kind: str, others: Sequence[str] = ()) -> None:

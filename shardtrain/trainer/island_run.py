@@ -163,6 +163,11 @@ def _find_batch_problems(run: Run) -> list[str]:
             f"--scaling.rate {rate} with --combine {by.by}, which needs no other rate while the batch of a"
             " member stays; use --scaling.rate none"
         )
+    if rate != "none" and isinstance(run.optimizer, Optimizer) and run.optimizer.ema is not None:
+        problems.append(
+            f"--scaling.rate {rate} with optimizer.ema, which averages parameters before the rate is scaled;"
+            " use --scaling.rate none, or no ema"
+        )
     if rate != "none" and not isinstance(run.optimizer, Optimizer):
         problems.append(
             f"--scaling.rate {rate} with an optimizer in Python, whose rate cannot be scaled from outside;"

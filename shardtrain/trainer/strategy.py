@@ -99,11 +99,6 @@ class Strategy:
                     f"in_flight is {in_flight} batches, which follow each other from island to island; use"
                     " --across pipeline, or in_flight 1"
                 )
-            elif in_flight > 1 and self.synchronisation.distance is None:
-                problems.append(
-                    f"in_flight is {in_flight} batches, each a step of a pipeline's own optimizer, and there"
-                    f" are no waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
-                )
             for name, section in self.islands.items():
                 problems += _section_problems(self, name, section)
         refuse("this strategy cannot be used", problems)

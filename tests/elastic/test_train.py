@@ -227,6 +227,10 @@ def test_a_batch_for_each_member(islands, warm_python, tmp_path):
     islands.wait_for_step(len(islands.lines()) + 3)
     islands.start(*options)
     islands.wait_for_why("joined", 2)
+    # its sums have another size
+    other = islands.start(*options[:2])
+    assert other.wait(60) == 2
+    assert "scaling.rate: sqrt on the run" in islands.output(other)
     islands.wait_for_step(len(islands.lines()) + 3)
     os.kill(islands.find(0)[0], signal.SIGKILL)
     islands.wait_for_why("lost")
@@ -373,6 +377,10 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
         (
             {"elastic": MEMBERS, "scaling": Scaling(rate="linear"), "optimizer": optax.sgd(0.1)},
             "an optimizer in Python",
+        ),
+        (
+            {"elastic": MEMBERS, "scaling": Scaling(rate="linear"), "optimizer": Optimizer(ema=0.9)},
+            "with optimizer.ema",
         ),
         ({"elastic": MEMBERS, "scaling": Scaling(rate="linear", batch=True)}, "--scaling.batch, --scaling"),
     ],

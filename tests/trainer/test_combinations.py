@@ -29,6 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "remat is 'offload'": {"remat": "offload"},
     "inside is 'sum'": {"synchronisation": Synchronisation(inside="sum")},
     "the layout has shardings of single operators": {"layout": SHARDED},
+    "in_flight is 3 batches": {"across": STAGES, "pipeline": Pipeline(in_flight=3)},
     "offload is 'optimizer', which needs": {"offload": "optimizer"},
     "--across pipeline": {"across": STAGES},
     "--shares": {"across": Across(shares=(1.0, 2.0))},
@@ -77,8 +78,3 @@ def test_islands_that_hold_stages_list_all_problems():
         match=r"islands cannot hold(?s:.*)has pipeline=2; use pipeline=1(?s:.*)remat is(?s:.*)offload is",
     ):
         check_stage_islands(run, mesh)
-
-
-def test_batches_in_flight_need_waves():
-    with pytest.raises(ValueError, match="use --synchronisation wsp --local-steps 3, or in_flight 1"):
-        Strategy(across=STAGES, pipeline=Pipeline(in_flight=3))
