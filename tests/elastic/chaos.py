@@ -85,6 +85,13 @@ class Run:
     def list_living(self):
         return [each for each in self.processes if each.popen.poll() is None]
 
+    def list_members(self):
+        return [each for each in self.list_living() if each.is_member]
+
+    @property
+    def is_done(self):
+        return any(each.outcome.startswith("stopped") for each in self.processes)
+
     def wait_for(self, condition, seconds=120.0):
         end = time.monotonic() + seconds
         while not (found := condition()):
@@ -170,13 +177,15 @@ def run_chaos(run, seed, events, *, fewest=2, most=4):
     """Do random things to a run until it has had some events; return the times of kills."""
     rng, killed = random.Random(seed), []
     run.start(3)
-    run.wait_for(lambda: sum(each.is_member for each in run.list_living()) >= 2)
+    run.wait_for(lambda: len(run.list_members()) >= 2)
     for _ in range(events):
         time.sleep(rng.uniform(0.1, 0.8))
-        living = [each for each in run.list_living() if each.is_member]
+        if run.is_done:
+            break
+        living = run.list_members()
         if len(run.list_living()) <= fewest or not living:
             run.start()
-            run.wait_for(lambda: len([each for each in run.list_living() if each.is_member]) >= fewest)
+            run.wait_for(lambda: run.is_done or len(run.list_members()) >= fewest)
             continue
         victim = rng.choice([living[0], rng.choice(living)])
         what = rng.choice(["kill", "kill", "kill", "leave", "freeze", "start"])
