@@ -3,7 +3,7 @@
     python tests/elastic/chaos.py --events 100 --kind toy
 
 After each step islands have the result of one process, bitwise for the toy and to 2e-5 for the loss of a GPT;
-with 8 bits its mean over 500 steps is within 1 %. At the end all that live have the same. The ledger of the
+with 8 bits or DiLoCo its means over 500 steps are within 1 %. At the end all that live have the same. The ledger of the
 folder has each slot of each step once, and a replay from each checkpoint to the next one has all its arrays,
 which depend on the order of sums, bitwise. Prints how long the others waited after a kill.
 """
@@ -28,6 +28,10 @@ from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import is_valid_checkpoint, list_ledger
 from shardtrain.elastic.replay import list_differences, replay_steps
 from shardtrain.elastic.run_files import list_checkpoints
+
+MEANS = ("int8", "diloco")
+"""Kinds that are compared by means over 500 steps: 8 bits round, and DiLoCo makes rounding grow, in one process
+too, so that this small model, which learns its rows by heart, differs by more after 3,000 steps."""
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_island.py"
 
@@ -138,11 +142,13 @@ class Run:
         expected = list_results(self.steps, self.kind)
         assert found.keys() == expected.keys()
         found, expected = (np.array([each[step] for step in sorted(each)]) for each in (found, expected))
-        if self.kind == "int8":
-            # that of one step depends on its rows and dropout, and learns by heart
-            found, expected = (x[: len(x) // 500 * 500].reshape(-1, 500).mean(1) for x in (found, expected))
+        if self.kind in MEANS:
+            number = 500 // KINDS[self.kind]
+            found, expected = (
+                x[: len(x) // number * number].reshape(-1, number).mean(1) for x in (found, expected)
+            )
         self.most_off = np.abs(found / expected - 1).max()
-        assert self.most_off <= {"toy": 0, "int8": 0.01}.get(self.kind, 2e-5)
+        assert self.most_off <= (0.01 if self.kind in MEANS else 0 if self.kind == "toy" else 2e-5)
 
     def replay(self, epochs):
         """Compute the steps from each checkpoint to the next one anew, from the ledger alone."""
