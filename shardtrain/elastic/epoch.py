@@ -80,8 +80,10 @@ class Epoch:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"epoch {self.number} must have 1 step or more between exchanges: {self.every}")
-        if self.number < 1 or self.step < 0 or not self.members:
-            raise ValueError(f"an epoch has a number from 1, a step from 0 and a member, not {self}")
+        if self.number < 1 or self.step < 0 or self.first_batch < 0 or not self.members:
+            raise ValueError(
+                f"an epoch has a number from 1, a step and a batch from 0 and a member, not {self}"
+            )
         if len(set(self.names)) < len(self.members) or len(self.slots) != len(self.members):
             raise ValueError(f"epoch {self.number} needs members with unique names, each with slots: {self}")
         if sorted(slot for slots in self.slots for slot in slots) != list(range(self._num_dealt)):

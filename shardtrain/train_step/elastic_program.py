@@ -85,23 +85,7 @@ class ElasticProgram:
             problems.append(
                 "replicas take local steps, and a step reads a batch for each member; use one batch"
             )
-        if num_slots > batches.batch:
-            problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
-        if state.model_state and (problem := _find_statistics_problem(placement, batches.batch, num_slots)):
-            problems.append(problem)
-        if not placement.synchronisation.is_mean:
-            problems.append("the replicas of its mesh are combined by another combiner; use the mean there")
-        if state.loss_scale and synchronisation.on_deltas:
-            problems.append(
-                "replicas that take local steps in float16 have scales of their own; use bfloat16"
-            )
-        if placement.stages is not None and not placement.stages.is_plain:
-            problems.append(
-                "the stages of its mesh store the blocks in another order than other meshes do; use equal"
-                " stages, without virtual ones"
-            )
-        if getattr(batches.source, "is_stream", False):
-            problems.append("the samples are of a stream, of which no batch can be read again; use a file")
+        problems += _find_problems(placement, batches, num_slots, state, synchronisation)
         refuse("an elastic run cannot train this", problems)
         codec, synchronisation = split_codec(synchronisation)
         self._batches = batches
@@ -224,6 +208,29 @@ def _make_rate(rule: str, num_slots: int, members: int) -> Rate | None:
     if rule == "none":
         return None
     return lambda slots: jnp.array(factors, jnp.float32)[jnp.round(slots / num_slots).astype(jnp.int32)]
+
+
+def _find_problems(
+    placement: Placement, batches: Batches, num_slots: int, state: State, synchronisation: Synchronisation
+) -> list[str]:
+    """Return why slots of these batches cannot be trained on a mesh."""
+    problems = []
+    if num_slots > batches.batch:
+        problems.append(f"a batch of {batches.batch} rows has no {num_slots} slots; use fewer")
+    if state.model_state and (problem := _find_statistics_problem(placement, batches.batch, num_slots)):
+        problems.append(problem)
+    if not placement.synchronisation.is_mean:
+        problems.append("the replicas of its mesh are combined by another combiner; use the mean there")
+    if state.loss_scale and synchronisation.on_deltas:
+        problems.append("replicas that take local steps in float16 have scales of their own; use bfloat16")
+    if placement.stages is not None and not placement.stages.is_plain:
+        problems.append(
+            "the stages of its mesh store the blocks in another order than other meshes do; use equal"
+            " stages, without virtual ones"
+        )
+    if getattr(batches.source, "is_stream", False):
+        problems.append("the samples are of a stream, of which no batch can be read again; use a file")
+    return problems
 
 
 def _find_statistics_problem(placement: Placement, rows: int, num_slots: int) -> str:
