@@ -5,7 +5,6 @@ Next: `elastic/island.py`, which asks for slots and for updates.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.batches import Batches, Position
-from shardtrain.data.loader import Loader, batch_shard
 from shardtrain.data.row_split import RowSplit
 from shardtrain.elastic.epoch import find_next
 from shardtrain.errors.messages import refuse
@@ -34,12 +32,10 @@ from shardtrain.train_step.elastic_exchange import (
 )
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.slot_rows import SlotRows
 from shardtrain.train_step.state import Metrics, State
 
 KEPT_METRICS = 64
-
-AHEAD = 4
-"""Number of slots whose rows are loaded while others are computed."""
 
 
 class ElasticProgram:
@@ -88,14 +84,10 @@ class ElasticProgram:
         problems += _find_problems(placement, batches, num_slots, state, synchronisation)
         refuse("an elastic run cannot train this", problems)
         codec, synchronisation = split_codec(synchronisation)
-        self._batches = batches
-        self._loaders, self._members = _make_loaders(batches, num_slots, placement), members
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="slots") if batches.prefetch else None
-        self._ahead: dict[tuple[int, int], Future[Any]] = {}
-        self._plan: Iterator[tuple[int, int]] = iter(())
+        self._members, self._every = members, synchronisation.every
+        self._rows = SlotRows(batches, num_slots, placement, every=self._every)
         self.metrics: Metrics = {}
         self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
-        self._every = synchronisation.every
         self._exchange = make_exchange(
             training, placement, synchronisation, num_slots * members, _make_rate(rate, num_slots, members)
         )
@@ -110,8 +102,8 @@ class ElasticProgram:
             compiler_options=placement.compiler_options,
         )
         # compiled before the island joins, as the others would wait for it
-        batch, number = self._loaders[0].place(self._load(0, 0)), np.uint32(0)
-        total = self._exchange.contribute(state, [batch], number, number, jax.eval_shape)
+        number = np.uint32(0)
+        total = self._exchange.contribute(state, [self._rows.load_first()], number, number, jax.eval_shape)
         self._update = updated.lower(state, total).compile()
         self.codecs = {
             name: jax.tree.map(lambda _, name=name: codec if name in CODED else "", each)
@@ -130,7 +122,7 @@ class ElasticProgram:
 
     def find_position(self, batch: int) -> Position:
         """Return the position in the data of a batch, by its number."""
-        return self._batches.advance(Position(epoch=0, index=0), batch)
+        return self._rows.find_position(batch)
 
     def compute(self, step: int, slots: Sequence[int], batches: range | None = None) -> Any:
         """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange.
@@ -147,29 +139,12 @@ class ElasticProgram:
             raise ValueError(
                 f"a step of {len(batches or ())} batches, and members is {self._members}; make it more"
             )
-        end, own = find_next(step, self._every), batches or range(step, step + 1)
-        following = end if batches is None else batches.stop
 
-        def find_keys(slot: int, first: int, num_steps: int) -> list[tuple[int, int]]:
-            # with several steps until an exchange, each has one batch
-            number, part = divmod(slot, len(self._loaders))
-            return [(first + number + each, part) for each in range(num_steps)]
-
-        plan = [key for slot in slots for key in find_keys(slot, own.start, end - step)]
-        plan += [key for slot in slots[:AHEAD] for key in find_keys(slot, following, 1)]
-        # others are of slots that another island computed after all, or of steps that were skipped
-        self._ahead = {key: ahead for key, ahead in self._ahead.items() if key in plan}
-        self._plan = iter(plan)
-        self._load_ahead()
-
-        def contribute(slot: int) -> Any:
-            number, part = divmod(slot, len(self._loaders))
-            loader = self._loaders[part]
-            rows = (loader.place(self._take(*key)) for key in find_keys(slot, own.start, end - step))
-            first_row = np.uint32(loader.shard().start + number * self._batches.batch)
+        def contribute(found: tuple[int, np.uint32, Iterator[Any]]) -> Any:
+            slot, first_row, rows = found
             return self._exchange.contribute(self.state, rows, first_row, np.uint32(slot))
 
-        return reduce(self._add, map(contribute, slots))
+        return reduce(self._add, map(contribute, self._rows.iterate(step, slots, batches)))
 
     def apply(self, step: int, total: Any) -> None:
         """Update the state by the sums over a whole batch, or all batches until the exchange."""
@@ -186,20 +161,6 @@ class ElasticProgram:
         with ocp.StandardCheckpointer() as checkpointer:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
             self._state = checkpointer.restore(folder.resolve() / "state", like)
-
-    def _take(self, batch: int, slot: int) -> Any:
-        ahead = self._ahead.pop((batch, slot), None)
-        self._load_ahead()
-        return self._load(batch, slot) if ahead is None else ahead.result()
-
-    def _load_ahead(self) -> None:
-        """Load the next rows of the plan while others are computed."""
-        while self._background is not None and len(self._ahead) < AHEAD and (key := next(self._plan, None)):
-            if key not in self._ahead:
-                self._ahead[key] = self._background.submit(self._load, *key)
-
-    def _load(self, batch: int, slot: int) -> Any:
-        return self._loaders[slot].batches.load(self.find_position(batch))
 
 
 def _make_rate(rule: str, num_slots: int, members: int) -> Rate | None:
@@ -247,15 +208,3 @@ def _find_statistics_problem(placement: Placement, rows: int, num_slots: int) ->
             f" a batch that {num_slots} slots divide, and the mesh then too, instead of {rows} rows"
         )
     return ""
-
-
-def _make_loaders(batches: Batches, num_slots: int, placement: Placement) -> list[Loader]:
-    """Return the loader of each slot; all are padded to the same rows, so one program computes them."""
-    mesh, axes = placement.mesh, placement.layout.batch_axes
-    rows = [batches.batch // num_slots + (slot < batches.batch % num_slots) for slot in range(num_slots)]
-    capacity = RowSplit.of(mesh.shape, axes, 1).pad_rows(rows[0])
-    whole = Loader(batches, {}, mesh, axes, microbatches=1)
-    return [
-        whole.replace_shards({batches.batch: batch_shard(rows, slot, mesh, axes, 1, capacity=capacity)})
-        for slot in range(num_slots)
-    ]

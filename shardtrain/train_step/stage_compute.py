@@ -198,6 +198,7 @@ class StageCompute:
 
     Attributes:
       exchange: the combiners of the gradients of this stage, if gradients are combined.
+      start_row: as given.
     """
 
     def __init__(
@@ -216,13 +217,13 @@ class StageCompute:
         self._last_stage = stage_model.stages.part_placement.last_stage
         # tags of sums and of borrowed parameters follow those of all values
         self._flow, table, evaluation_table = tasks
-        first_tag = 2 * (len(self._flow.shapes) + 1) * table.num_parts * table.num_microbatches
+        num_microbatches = max(table.num_microbatches, evaluation_table.num_microbatches)
+        first_tag = 2 * (len(self._flow.shapes) + 1) * table.num_parts * num_microbatches
         self.sums = StageSums(self.grid, self.mailbox, first_tag)
         self.borrowed = BorrowedParameters(stage_model, placement, self.mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
-        functions = partial(
-            StageFunctions, stage_model, self._flow, placement, self.borrowed.specs, start_row
-        )
+        functions = partial(StageFunctions, stage_model, self._flow, placement, self.borrowed.specs)
+        self.start_row = start_row
         self.programs = StagePrograms(functions(train=True))
         self._evaluation_programs = StagePrograms(functions(train=False))
         self.turns = CompileTurns(links.all_gather, self.grid.num_replicas, loads_programs)
@@ -263,19 +264,13 @@ class StageCompute:
 
     def _run(self, state: State, batch: Batch, *, is_local: bool = False) -> tuple[State, Metrics]:
         """Run the tasks of a batch and an update of this pipeline's own parameters, or of the common ones."""
-        programs, grid = self.programs, self.grid
+        grid = self.grid
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
         own, own_state = state.params, state.model_state
         if is_local:
             own, own_state = self.own_params(state), state.local.model_state
-        params = self.borrowed.exchange(own)
-        key = step_key(state.seed, state.step)
-        programs.begin(params, own_state, key, batch, self._table.has_weight)
-        self.turns.once("training tasks", programs.compile)
-        self._train_executor.run(programs)
+        grads, loss_sums = self._run_tasks(state, own, own_state, batch, self.start_row)
         # 2. gradients of this island's replicas, and of stages that borrowed; the last stage knows the count
-        grads, borrowed, loss_sums = self.gradients.reduced(programs.take_sums())
-        self.borrowed.return_gradients(borrowed)
         if is_local:
             totals = jax.tree.map(np.float32, self.sums.add("losses", self.own_losses(loss_sums)))
             count = totals["count"]
@@ -283,7 +278,7 @@ class StageCompute:
             losses = gather_losses("losses", loss_sums, grid, self._last_stage, self._all_gather)
             count, totals = np.float32(losses[grid.replica]["count"]), sum_losses(losses)
         grads = self.gradients.scaled(grads, self.borrowed.receive_gradients(), count)
-        model_state = self._merge_state(programs.model_state, batch)
+        model_state = self._merge_state(self.programs.model_state, batch)
         # 3. an update of this pipeline's own
         if is_local:
             squares = np.float32(self.sums.add("gradient norms", float(self.gradients.squares(grads))))
@@ -293,10 +288,53 @@ class StageCompute:
         if grid.num_replicas > 1:
             found = self.exchange.combine(grads, combine_state, count, model_state)
             grads, combine_state, combine_metrics, model_state = found
+        return self._update_by(state, grads, model_state, totals, combine_state, combine_metrics)
+
+    def _run_tasks(
+        self, state: State, params: Tree, model_state: Tree, batch: Batch, first_row: int
+    ) -> tuple[Tree, Any]:
+        """Run the tasks of a batch, and return the sums of the stage's own gradients and of losses."""
+        params = self.borrowed.exchange(params)
+        key = step_key(state.seed, state.step)
+        self.programs.begin(params, model_state, key, batch, first_row, self._table.has_weight)
+        self.turns.once("training tasks", self.programs.compile)
+        self._train_executor.run(self.programs)
+        grads, borrowed, loss_sums = self.gradients.reduced(self.programs.take_sums())
+        self.borrowed.return_gradients(borrowed)
+        return grads, loss_sums
+
+    def sum_gradients(self, state: State, batch: Batch, first_row: int) -> dict[str, Any]:
+        """Return the sums over the rows of a batch: "grads" of this stage, and losses, 0 but on the last one.
+
+        Args:
+          state: without a model state.
+          batch: every array (M, rows, ...) on the mesh.
+          first_row: the number of its first row in the whole batch.
+        """
+        grads, loss_sums = self._run_tasks(state, state.params, state.model_state, batch, first_row)
+        grads = self.gradients.scaled(grads, self.borrowed.receive_gradients(), np.float32(1))
+        return {"grads": grads, "losses": jax.tree.map(np.float32, self.own_losses(loss_sums))}
+
+    def update_by_sums(self, state: State, total: Mapping[str, Any]) -> tuple[State, Metrics]:
+        """Update this stage, given the sum of `sum_gradients` over a whole batch; all stages call it."""
+        losses = gather_losses("losses", total["losses"], self.grid, self._last_stage, self._all_gather)
+        totals = sum_losses(losses)
+        grads = self.gradients.scaled(total["grads"], [], totals["count"])
+        return self._update_by(state, grads, state.model_state, totals, state.combine_state, [])
+
+    def _update_by(
+        self,
+        state: State,
+        grads: Tree,
+        model_state: Tree,
+        totals: Any,
+        combine_state: Any,
+        combine_metrics: Any,
+    ) -> tuple[State, Metrics]:
         # a combined gradient is the same in all pipelines, but those that are cut differently round its sum
         # over stages differently: so all take the sum of the first pipeline
         squares = self._all_gather("gradient norms", float(self.gradients.squares(grads)))
-        norm = np.float32(np.sum(grid.select_replica(squares, 0)))
+        norm = np.float32(np.sum(self.grid.select_replica(squares, 0)))
         found = model_state, totals, norm, combine_state, combine_metrics
         return self.turns.call("update", self._update, state, grads, *found)
 
@@ -310,7 +348,7 @@ class StageCompute:
         """Return what `make_evaluate` does, over all pipelines; each knows the number of its first row."""
         programs = self._evaluation_programs
         params = self.borrowed.exchange(state.params)
-        programs.begin(params, state.model_state, evaluation_key(number), batch)
+        programs.begin(params, state.model_state, evaluation_key(number), batch, self.start_row)
         self.turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self.gradients.loss_sums(programs.take_sums())

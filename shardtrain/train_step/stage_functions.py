@@ -62,7 +62,6 @@ class StageFunctions:
       flow: the values between the parts of the whole model.
       placement: the placement of the stage's own parameters on this island.
       borrowed: path -> PartitionSpec of a parameter that another stage owns.
-      start_row: the first row of this pipeline in the whole batch.
       train: whether there is dropout and backward tasks; otherwise only losses.
     """
 
@@ -72,7 +71,6 @@ class StageFunctions:
         flow: Flow,
         placement: Placement,
         borrowed: Mapping[str, PartitionSpec],
-        start_row: int,
         train: bool,
     ) -> None:
         self.stage_model, self.flow, self.placement, self.train = stage_model, flow, placement, train
@@ -81,7 +79,7 @@ class StageFunctions:
         self.num_replicas = math.prod(mesh.shape[axis] for axis in self.replica_axes)
         self._rules = layout.rules_of_replica()
         self.rows = PartitionSpec(self.replica_axes, self._rules[axes.BATCH])
-        self._start_row, self._borrowed = start_row, borrowed
+        self._borrowed = borrowed
 
     def compile_part(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
         """Compile one of the functions (part, ...) below for one part."""
@@ -95,10 +93,12 @@ class StageFunctions:
 
     # -- before the tasks of a step --
 
-    def split_by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
+    def split_by_replica(
+        self, batch: Batch, first_row: jax.Array, model_state: Tree
+    ) -> tuple[Batch, jax.Array, Tree]:
         """Return the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...) by replica."""
         # random keys depend on the number of a row in the whole batch, not on the pipeline
-        first_rows, batch = split_by_replica(batch, self._start_row, self.placement)
+        first_rows, batch = split_by_replica(batch, first_row, self.placement)
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), model_state)
         return batch, first_rows, state
 

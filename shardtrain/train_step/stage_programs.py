@@ -61,7 +61,13 @@ class StagePrograms:
         self._by_replica = jax.jit(functions.split_by_replica)
 
     def begin(
-        self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch, has_weight: bool = False
+        self,
+        params: Tree,
+        model_state: Tree,
+        key: jax.Array,
+        batch: Batch,
+        first_row: int,
+        has_weight: bool = False,
     ) -> None:
         """Prepare the tasks of a step.
 
@@ -70,10 +76,11 @@ class StagePrograms:
           model_state: the model state of the stage.
           key: the random key of the step.
           batch: every array (M, rows, ...) on the mesh.
+          first_row: the number of its first row in the whole batch.
           has_weight: whether the table has weight tasks.
         """
         self._has_weight = has_weight
-        batch, first_rows, self.model_state = self._by_replica(batch, model_state)
+        batch, first_rows, self.model_state = self._by_replica(batch, np.uint32(first_row), model_state)
         self._step = TaskInputs(params, self.model_state, key, first_rows, batch, np.int32(0))
         # a backward recomputes its forward, so it needs the model state that the forward began with
         self._state_before: dict[tuple[int, int], Tree] = {}

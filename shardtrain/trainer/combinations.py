@@ -89,7 +89,6 @@ REFUSALS = (
         "offload is {value!r}, which needs islands that combine gradients in every step; use --offload none,"
         " or --synchronisation every-step without --across pipeline",
     ),
-    Refusal("elastic", "strategy.across.axis", "--across {value} (use axes of the mesh of an island)"),
     Refusal("elastic", "strategy.across.shares", "--shares (rows follow the measured speed)"),
     Refusal("elastic", "strategy.across.reduce", "--reduce {value} (islands add up in a ring)"),
     Refusal("elastic", "strategy.across.reduce_dtype", "--reduce-dtype {value} (use --combine {value}+mean)"),
@@ -171,6 +170,11 @@ def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *
       ValueError: lists why not.
     """
     in_flight = run.strategy.pipeline.in_flight
+    if run.elastic.islands and jax.tree.leaves(traced.model_state):
+        raise ValueError(
+            "--elastic is given with --across pipeline, and the model has a state (batch norm), which stages"
+            " of other islands would not see; use a norm without statistics (GroupNorm, LayerNorm)"
+        )
     if in_flight > 1 and jax.tree.leaves(traced.model_state):
         raise ValueError(
             f"in_flight is {in_flight} batches, and the model has a state (batch norm), which each changes"

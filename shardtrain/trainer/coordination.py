@@ -76,7 +76,7 @@ class Coordination:
       timer: measures this rank's own work in a step.
       owners: the transfers to the owners of all blocks of this stage; None without stages.
       is_chief: returns whether this island writes for all, in a run whose islands come and go, of which each
-        does what a run of one island does; None in other runs.
+        does what a run of its own does; the others here are its further processes. None in other runs.
     """
 
     islands: Islands | None = None
@@ -106,9 +106,8 @@ class Coordination:
     @property
     def is_first(self) -> bool:
         """Whether this process prints and writes metrics for all."""
-        if self.is_chief is not None:
-            return self.is_chief()
-        return jax.process_index() == 0 if self.islands is None else self.islands.is_first
+        is_first = jax.process_index() == 0 if self.islands is None else self.islands.is_first
+        return is_first and (self.is_chief is None or self.is_chief())
 
     @property
     def island(self) -> int:
@@ -189,7 +188,8 @@ class Coordination:
         """
         if self.is_chief is not None:
             # the islands have agreed on stops and saves within the step
-            return VoteResult(own._replace(stop=0, save=False))
+            saved = [-1 if each is None else each for each in self.all_gather("saved", own.saved)]
+            return VoteResult(own._replace(stop=0, save=False, saved=min(saved)))
         if self.islands is None:
             return VoteResult(own)
         if not at_barrier:

@@ -1,7 +1,8 @@
 """The island of a run whose islands come and go, as the training loop uses it.
 
 Each island runs the whole loop of one device, with the same numbers; only gradients are shared out, and only
-the chief writes. Next: `elastic/island.py`.
+the chief writes. An island may be a pipeline of several processes: each runs the loop, and the first one is
+the member. Next: `elastic/island.py`, `elastic/group.py`.
 """
 
 import json
@@ -11,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,25 +22,32 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
-from shardtrain.elastic.epoch_files import find_chiefs, list_epochs
+from shardtrain.elastic.epoch_files import find_chiefs, list_epochs, read_epoch
+from shardtrain.elastic.group import Group, GroupProgram
 from shardtrain.elastic.history import ELASTIC, list_members
 from shardtrain.elastic.ledger import is_valid_checkpoint
 from shardtrain.elastic.member import Membership
+from shardtrain.elastic.program import Program
 from shardtrain.elastic.run_files import EPOCHS, RunFiles
 from shardtrain.functional.loss import Batch
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.agreement import disagreement
+from shardtrain.islands.membership import Islands
 from shardtrain.islands.network import ADDRESS
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json
+from shardtrain.train_step.elastic_exchange import split_codec
 from shardtrain.train_step.elastic_program import ElasticProgram
+from shardtrain.train_step.elastic_stages import ElasticStages
 from shardtrain.train_step.island_compute import Training
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.coordination import LONG_SECONDS
 from shardtrain.trainer.resume import StartPoint, find_parameters, leave_out_base
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
@@ -60,6 +68,24 @@ class IslandEnded(Exception):
     """This island is no member any more, or never was; the same command joins the run again."""
 
 
+class Standing(NamedTuple):
+    """The standing of this island among the members, which its first process tells the others.
+
+    Args:
+      name: its name.
+      epoch: number of the newest epoch.
+      is_chief: whether it writes for all.
+      outcome: why it is no member any more, see `engine.Over`; "" while it is.
+      batches: number of batches that the steps done have read.
+    """
+
+    name: str
+    epoch: int
+    is_chief: bool
+    outcome: str
+    batches: int
+
+
 class ElasticRun:
     """This island: the step, checkpoints, and what only the chief does.
 
@@ -69,9 +95,11 @@ class ElasticRun:
       setup: the setup of this island.
       batches: the whole batches.
       output: shows lines to the user.
+      group: the processes of this island, each of which has an `ElasticRun`.
 
     Attributes:
-      outcome: why this island is no member any more; "" while it is, see `engine.Over`.
+      leads: whether this is the first process of its island.
+      stage: what the stage of this process computes; None if the process has the whole model.
       asked: returns the number of the signal that asks this island to leave, or 0.
       save_state: saves the state after the newest step, as the loop does it.
       write_kept_lines: writes the lines of metrics that this island has kept, if it is the chief now.
@@ -80,7 +108,12 @@ class ElasticRun:
         chief may be lost before it has written them.
     """
 
-    def __init__(self, run: Run, folder: Path, setup: RunSetup, batches: Batches, output: RunConsole) -> None:
+    def __init__(
+        self, run: Run, folder: Path, setup: RunSetup, batches: Batches, output: RunConsole, group: Group
+    ) -> None:
+        self._group, self.leads, self._told = group, group.leads, Standing("", 0, True, "", 0)
+        group.actions |= {"restore": self._restore_arrays, "save": self._save_arrays}
+        self.stage: StageCompute | None = None
         self._run, self._folder, self._setup, self._batches = run, folder, setup, batches
         assert run.elastic.slots is not None
         self._output, self.num_slots = output, run.elastic.slots
@@ -97,7 +130,28 @@ class ElasticRun:
 
     @property
     def outcome(self) -> str:
-        return "" if self._island is None else self._island.outcome
+        """Why this island is no member any more, see `engine.Over`; "" while it is."""
+        return self._standing.outcome
+
+    @property
+    def name(self) -> str:
+        """The name of this island, once `join` has been called."""
+        return self._standing.name
+
+    @property
+    def _standing(self) -> Standing:
+        if self._island is None:
+            return self._told
+        member, outcome = self._island.member, self._island.outcome
+        is_chief = member.fence is not None if outcome else member.is_chief
+        batches = self._count_batches(self._done)
+        return Standing(member.me.name, member.number, is_chief, outcome, batches)
+
+    def _lead(self, work: Callable[[], Any]) -> Any:
+        """Do what decides about this island on its first process; return the result on all of them."""
+        found, told = self._group.run(lambda: [work(), list(self._standing)])
+        self._told = Standing(*told)
+        return found
 
     @property
     def island(self) -> "ElasticIsland":
@@ -107,13 +161,18 @@ class ElasticRun:
 
     def is_chief(self) -> bool:
         """Whether this island writes for all; True before it joins, when nothing is written."""
-        if self._island is None:
-            return True
-        return self.island.member.fence is not None if self.outcome else self.island.member.is_chief
+        return self._standing.is_chief
+
+    def may_save(self) -> bool:
+        """Return whether this island is the chief by the run folder too, which one that slept did not see."""
+        if self.leads:
+            return self.is_chief() and self._files.newest() == self.island.member.number
+        # who is the chief of an epoch was that of all before since it joined
+        return self.is_chief() and read_epoch(self._files, self._files.newest()).names[0] == self.name
 
     def may_write(self) -> bool:
-        """Return whether this island is the chief by the run folder too, which one that slept did not see."""
-        return self.is_chief() and self._files.newest() == self.island.member.number
+        """Return whether this process writes what is not an array for all."""
+        return self.leads and self.may_save()
 
     # -- begin and end -------------------------------------------------------------------------------------
 
@@ -142,44 +201,60 @@ class ElasticRun:
         tokens = {} if base.checkpoint is None else find_parameters(base.checkpoint, base.step).extra
         self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
         leave_out_base(self._run, checkpoints)
-        self._island = self._make_island(init())
-        name = self._island.member.me.name
-        checkpoints.checkpoints.set_writer(name, self.may_write)
+        self._program = self._make_program(init())
+        trained = self._program if self._group.channel is None else GroupProgram(self._group, self._program)
+        is_over, self._done = self._lead(lambda: self._join(trained))
+        # parts of one save have this in common
+        checkpoints.checkpoints.save_id = self.name
+        checkpoints.checkpoints.set_writer(self.name, self.may_save)
+        self._output.release(self.is_chief() and self.leads, self.name)
+        if is_over and self.outcome != "stopped":
+            raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
+        for done, metrics in self._program.recent:
+            # as `step` returns them, of the steps until an exchange
+            first = (done - 1) // self._every * self._every + 1
+            self.watched += [*((each, NO_METRICS) for each in range(first, done)), (done, metrics)]
+        self._was_chief = self.is_chief()
+        return StartPoint(
+            state=self._program.state,
+            step=self._done,
+            position=self._program.find_position(self._standing.batches),
+            # the clock of the run continues, whoever joins
+            extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
+        )
+
+    def _make_program(self, state: State) -> ElasticProgram | ElasticStages:
+        run, batches, slots = self._run, self._batches, self.num_slots
+        if self.stage is None:
+            return make_program(run, self._setup, batches, slots, state)
+        codec, _ = split_codec(run.strategy.synchronisation)
+        return ElasticStages(self.stage, batches, slots, run.strategy.accumulate // slots, state, codec)
+
+    def _join(self, trained: Program) -> tuple[bool, int]:
+        """Make the island, and wait until it is a member; return whether it is over, and the steps done."""
+        self._island = island = self._make_island(trained)
+        name = island.member.me.name
+        self._checkpoints.checkpoints.set_writer(name, self.may_save)
         device = self._setup.mesh.devices.flat[0]
         own = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "mesh": dict(self._setup.mesh.shape),
+            "processes": 1 if self._group.channel is None else self._group.channel.size,
             "device": device.device_kind,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             "started": time.time(),
         }
         self._files.describe_member(name, own)
-        self._island.start()
-        step = self._island.join()
-        self._output.release(self.is_chief(), name)
-        if step is None and self.outcome != "stopped":
-            raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
-        if step is None:
-            step = self._island.member.step
-        for done, metrics in self._program.recent:
-            # as `step` returns them, of the steps until an exchange
-            first = (done - 1) // self._every * self._every + 1
-            self.watched += [*((each, NO_METRICS) for each in range(first, done)), (done, metrics)]
-        self._was_chief, self._done = self.is_chief(), step
-        return StartPoint(
-            state=self._program.state,
-            step=step,
-            position=self._find_position(step),
-            # the clock of the run continues, whoever joins
-            extra={WALL_SECONDS: time.time() - self._files.begun(), **self._extra},
-        )
+        island.start()
+        step = island.join()
+        self._done = island.member.step if step is None else step
+        return step is None, self._done
 
-    def _make_island(self, state: State) -> "ElasticIsland":
+    def _make_island(self, trained: Program) -> "ElasticIsland":
         from shardtrain.elastic.island import ElasticIsland  # a library that other runs need not have
 
-        run, setup = self._run, self._setup
-        self._program = make_program(run, setup, self._batches, self.num_slots, state)
+        run = self._run
         options = Membership(
             num_slots=self.num_slots,
             num_steps=run.steps,
@@ -192,7 +267,7 @@ class ElasticRun:
         )
         island = ElasticIsland(
             self._folder,
-            self._program,
+            trained,
             options,
             checkpoints=self,
             host=os.environ.get(ADDRESS),
@@ -211,6 +286,15 @@ class ElasticRun:
         Raises:
           IslandEnded: this island is no member any more.
         """
+        is_last = (self._done + 1) % self._every == 0
+        if self._lead(lambda: self._advance(is_last)):
+            raise IslandEnded(self.outcome)
+        self._done += 1
+        self._show()
+        return self._program.state, self._program.metrics if is_last else NO_METRICS
+
+    def _advance(self, is_last: bool) -> bool:
+        """Do the next step, the last one before an exchange or not; return whether this island is over."""
         island, is_chief = self.island, self.is_chief()
         seconds = time.monotonic() - self._saved_seconds if is_chief else 0.0
         # the chief before may have been lost while it saved
@@ -218,18 +302,17 @@ class ElasticRun:
         self._was_chief = is_chief
         if is_new or is_due(self._run.checkpoints, self._done + 1, seconds):
             island.wish(Wish(saves=True))
-        is_last = (self._done + 1) % self._every == 0
         # what follows the last exchange is done before the first of the local steps
-        if (island.advance() if is_last else island.join()) is None:
-            raise IslandEnded(self.outcome)
-        self._done += 1
-        self._show()
-        return self._program.state, self._program.metrics if is_last else NO_METRICS
+        return (island.advance() if is_last else island.join()) is None
 
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""
-        while self.island.advance() is not None:
-            pass
+
+        def wait() -> None:
+            while self.island.advance() is not None:
+                pass
+
+        self._lead(wait)
         return self._program.state
 
     def close(self) -> None:
@@ -275,7 +358,8 @@ class ElasticRun:
 
         for each in find_readers(self._folder / CHECKPOINTS):
             if not is_valid(each.step, each.extra.get(ELASTIC)):
-                delete(each.folders[0])
+                for folder in each.folders.values():
+                    delete(folder)
 
     def revoke(self, number: int) -> None:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
@@ -290,50 +374,63 @@ class ElasticRun:
         replace_file(path, json.dumps(self._facts).encode())
         if self.command:
             write_command(self._folder / ELASTIC, self.command)
-        self._program.state = None
-        start = self._find_start()
-        expected = self._find_position(start.step)
+        start = self._group.ask("restore")
+        expected = self._program.find_position(self._count_batches(start.step))
         if start.position != expected:
             raise ValueError(
                 f"the checkpoint of step {start.step} continues at {start.position} of the data, and with"
                 f" islands that come and go step {start.step} is at {expected}: the batch or the data has"
                 " changed, or a rollback skipped data. Continue without --elastic"
             )
-        self._program.state, self._extra = start.state, start.extra
         return True
+
+    def _restore_arrays(self) -> StartPoint:
+        """Restore the arrays of this process; all of the island do."""
+        self._program.state = None
+        start = self._find_start()
+        self._program.state, self._extra = start.state, start.extra
+        return start
 
     def save(self, step: int, *, is_last: bool) -> bool:
         """Save the state after a step; return False if members changed meanwhile."""
         if not self.may_write():
             return False
         self._saved_seconds = time.monotonic()
+        self._group.ask("save", self._standing, is_last)
+        return True
+
+    def _save_arrays(self, standing: Sequence[Any], is_last: bool) -> None:
+        """Save the arrays of this process; all of the island do."""
+        self._told = Standing(*standing)
         self._show()
         # a run that continues from it does not repeat its steps
         self.write_kept_lines()
         self.save_state()
         if is_last:
             self._checkpoints.settle()
-        return True
 
-    def saved(self, step: int) -> dict[str, Any]:
-        """Return the entries of a checkpoint about the membership, and the position after it."""
+    def saved(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint about the membership, and the position after the newest step."""
+        standing = self._standing
         return {
-            ELASTIC: {"epoch": self.island.member.number},
-            "position": self._find_position(step),
+            ELASTIC: {"epoch": standing.epoch},
+            "position": self._program.find_position(standing.batches),
         }
 
-    def _find_position(self, step: int) -> Position:
-        """Return the position in the data after a step of the newest epoch, or before its first one."""
+    def _count_batches(self, step: int) -> int:
+        """Return the number of batches before a step of the newest epoch, or before its first one."""
         epoch = self.island.member.epoch
         batches = None if epoch is None else epoch.find_batches(step)
-        return self._program.find_position(step if batches is None else batches.start)
+        return step if batches is None else batches.start
 
     # -- what others see -----------------------------------------------------------------------------------
 
     def _find_digest(self, step: int) -> str:
         """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""
         every = self._run.recovery.fingerprint_every
-        if every is None or step == 0 or step // every == (step - self._every) // every:
+        if every is None or self._group.channel is not None:
+            return ""
+        if step == 0 or step // every == (step - self._every) // every:
             return ""
         try:
             found = list_members(self._folder / ELASTIC)
@@ -350,16 +447,44 @@ class ElasticRun:
 
     def _show(self) -> None:
         """Let only the chief print steps and notes."""
-        self._output.show(self.is_chief(), self.island.member.me.name)
+        self._output.show(self.is_chief() and self.leads, self.name)
 
     def _report(self, text: str) -> None:
         """Show a line about the members: the chief all of them, others those about themselves."""
-        name = self.island.member.me.name
+        name = self.name
         self._show()
         if self.is_chief():
             self._output.note(text)
         elif text.startswith("joins ") or name in text:
             terminal.err(f"{name}: {text}\n")
+
+
+class ProcessChannel:
+    """Connects the processes of an island by MPI, see `elastic.group.Channel`; a collective call.
+
+    Args:
+      islands: the processes that were launched together.
+    """
+
+    def __init__(self, islands: Islands) -> None:
+        self.rank, self.size = islands.environment.rank, islands.environment.size
+        self._control, self._mailbox = islands.control, islands.mailbox(0, self.rank, LONG_SECONDS)
+
+    def all_gather(self, name: str, value: Any) -> list[Any]:
+        """Return the JSON values of all processes."""
+        return self._control.all_gather(name, value, LONG_SECONDS)
+
+    def send(self, array: np.ndarray, to: int) -> None:
+        """Send an array, which is not changed afterwards."""
+        self._mailbox.send(array, to, 0)
+
+    def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> np.ndarray:
+        """Receive an array."""
+        return self._mailbox.receive(shape, dtype, source, 0, "an array of the elastic exchange")
+
+    def close(self) -> None:
+        """End the thread that sends."""
+        self._mailbox.close()
 
 
 def make_program(run: Run, setup: RunSetup, batches: Batches, num_slots: int, state: State) -> ElasticProgram:

@@ -176,28 +176,55 @@ def _find_batch_problems(run: Run) -> list[str]:
     return problems
 
 
-def prepare_elastic(run: Run, has_mpi: bool) -> Run:
+def _find_stage_problems(run: Run, num_processes: int) -> list[str]:
+    """Return why islands cannot be pipelines of several processes, each a stage."""
+    across, problems = run.strategy.across, []
+    if across.axis != "pipeline":
+        return []
+    if num_processes == 1:
+        problems.append(
+            "--across pipeline, and this island is one process; start its stages together: shardtrain launch"
+            " --elastic 1..4 --islands 2 --processes-per-island 2 -- train RUN"
+        )
+    elif across.partitions not in (None, num_processes):
+        problems.append(
+            f"--partitions {across.partitions}, and this island has {num_processes} processes, each a stage;"
+            f" use {num_processes}, or leave it out"
+        )
+    _, by = split_codec(run.strategy.synchronisation)
+    if not by.is_mean:
+        problems.append(f"--combine {by.by} or local steps with --across pipeline; use --combine mean")
+    if run.scaling.rate != "none":
+        problems.append(f"--scaling.rate {run.scaling.rate} with --across pipeline; use none")
+    return problems
+
+
+def prepare_elastic(run: Run, num_processes: int = 1) -> Run:
     """Return a run as islands that come and go train it: slots are its microbatches.
+
+    If an island is a pipeline of several processes, each slot is some of its microbatches.
 
     Args:
       run: the run.
-      has_mpi: whether several processes were launched together.
+      num_processes: number of processes that were launched together.
 
     Raises:
       ValueError: lists every option that it cannot have.
     """
     strategy = run.strategy
     problems = find_exchange_problems(strategy.synchronisation) + _find_batch_problems(run)
+    problems += _find_stage_problems(run, num_processes)
     if run.steps % (every := strategy.synchronisation.every):
         problems.append(
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
             f" use {run.steps // every * every or every}"
         )
     check_combinations(run, "elastic", problems)
-    if has_mpi or jax.process_count() > 1:
+    in_stages = strategy.across.axis == "pipeline"
+    if (num_processes > 1 and not in_stages) or jax.process_count() > 1:
         raise ValueError(
-            "--elastic is given, and several processes were started together; start each island alone:"
-            " shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
+            "--elastic is given, and several processes were started together, which are no pipeline; start"
+            " each island alone: shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
         )
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
@@ -205,5 +232,9 @@ def prepare_elastic(run: Run, has_mpi: bool) -> Run:
     replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.sharers
     slots = run.elastic.slots or replicas
     elastic = replace(run.elastic, slots=slots)
-    elastic = replace(elastic, slots=elastic.choose_slots(run.batch, strategy.accumulate))
-    return replace(run, elastic=elastic, strategy=replace(strategy, accumulate=1))
+    slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate)
+    # a pipeline needs microbatches to keep its stages busy
+    accumulate = -(-strategy.accumulate // slots) * slots if in_stages else 1
+    return replace(
+        run, elastic=replace(elastic, slots=slots), strategy=replace(strategy, accumulate=accumulate)
+    )

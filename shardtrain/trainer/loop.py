@@ -250,10 +250,12 @@ class _Loop:
         # save the last step unless that is done; all ranks take part in synchronising the state before
         with self.session.activity.at("saving the last step", long=True, kind="save"):
             self.checkpoints.settle()
-            unsaved = self.checkpoints.latest() != self.done and (elastic is None or elastic.may_write())
-            if self._any_rank("the last step is not saved", unsaved):
+            unsaved = self.checkpoints.latest() != self.done and (elastic is None or elastic.may_save())
+            any_unsaved = self._any_rank("the last step is not saved", unsaved)
+            if any_unsaved:
                 self._synchronise()
-            if unsaved:
+            # the processes of an elastic island take part alike, also while another island takes over
+            if unsaved or (any_unsaved and elastic is not None):
                 self._save(must=True)
                 self.checkpoints.wait()
             self._report_awaited_save()
@@ -285,7 +287,7 @@ class _Loop:
         self.saving = step
         extra = {**self.extra, **self.prepared.shares.saved(), "position": self.position}
         if self.prepared.elastic is not None:
-            extra |= self.prepared.elastic.saved(step)
+            extra |= self.prepared.elastic.saved()
         extra[WALL_SECONDS] = self.session.totals.wall_seconds()
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}

@@ -6,7 +6,7 @@ Everything that can be refused is refused here. Next: `train.py`.
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shardtrain.checks.first_batch import find_class_problems, find_loss_problem
 from shardtrain.checks.loss_program import check_trace
 from shardtrain.checks.shifted_names import warn_shifted_names
 from shardtrain.data import Batch, Batches, Loader
+from shardtrain.elastic.group import Group
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_guard import guard_loss
@@ -33,12 +34,13 @@ from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.train_step.elastic_exchange import add_outer_state
 from shardtrain.train_step.placement import init_state, restorable_state
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State, split_fragments
 from shardtrain.train_step.step import Step, list_combined_labels, make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
-from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader
+from shardtrain.trainer.elastic_run import ElasticRun, PositionLoader, ProcessChannel
 from shardtrain.trainer.feed import Feed, growth_by_step
 from shardtrain.trainer.island_run import make_island_run, prepare_elastic
 from shardtrain.trainer.layout_check import check_layout, check_sequences
@@ -120,14 +122,19 @@ class PreparedRun:
         self.elastic: ElasticRun | None = None
         if run.elastic.islands:
             assert isinstance(batches, Batches)
-            self.elastic = ElasticRun(run, folder, setup, batches, output)
+            channel = None
+            if islands is not None:
+                channel = stack.enter_context(closing(ProcessChannel(islands)))
+            group = Group(channel)
+            self.elastic = ElasticRun(run, folder, setup, batches, output, group)
             stack.callback(self.elastic.close)
             coordination = Coordination(is_chief=self.elastic.is_chief)
-        elif islands is not None and islands.placement.num_islands > 1:
+        if islands is not None and islands.placement.num_islands > 1:
             transfer, owners = make_transfers(run, setup, islands)
             # the stages of a pipeline take different times by nature, so they are not compared
             stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
-            coordination = Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
+            links = Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
+            coordination = replace(links, is_chief=coordination.is_chief)
         self.coordination = coordination
         stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
         self.shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
@@ -171,9 +178,9 @@ class PreparedRun:
 
     def _init(self) -> State:
         state = init_state(self.setup.model, self.setup.optimizer, self.setup.placement, self.run.seed)
-        if self.elastic is not None:
-            return self._add_outer_state(state)
-        return state if self.island_step is None else self.island_step.begin(state, self._batch)
+        if self.island_step is not None:
+            return self.island_step.begin(state, self._batch)
+        return state if self.elastic is None else self._add_outer_state(state)
 
     def _add_outer_state(self, state: State) -> State:
         return add_outer_state(state, self.run.strategy.synchronisation, self.setup.placement)
@@ -182,7 +189,7 @@ class PreparedRun:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
         coordination, output = self.coordination, self._output
         if given.elastic.islands:
-            given = prepare_elastic(given, coordination.islands is not None)
+            given = prepare_elastic(given, coordination.num_islands)
         run = make_island_run(given, coordination, output)
         # the description is of the run as it is trained
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
@@ -248,7 +255,13 @@ class PreparedRun:
         self.wanted = restorable_state(setup.placement)
         if self.elastic is not None:
             self.step: Step = self.elastic.step
-            self.wanted = self._add_outer_state(self.wanted)
+            if self.island_step is None:
+                self.wanted = self._add_outer_state(self.wanted)
+                return
+            stack.callback(self.island_step.close)
+            assert isinstance(self.island_step.compute, StageCompute)
+            self.elastic.stage = self.island_step.compute
+            self.wanted = self.island_step.wanted(self.wanted, self._batch)
             return
         if self.island_step is None:
             rate = setup.learning_rate

@@ -36,6 +36,7 @@ from shardtrain.report.tables import table_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
 from shardtrain.system.program_cache import find_program_folder
+from shardtrain.train_step.elastic_exchange import split_codec
 from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import Channel
@@ -108,7 +109,7 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     stages = setup.placement.stages if setup.stage_model is None else setup.stage_model.stages
     if stages is None:
         return None
-    pipeline, microbatches = run.strategy.pipeline, run.strategy.accumulate
+    pipeline, microbatches = run.strategy.pipeline, count_slot_microbatches(run)
     sizes = (stages.num_stages, microbatches, stages.num_chunks)
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
@@ -168,7 +169,10 @@ def make_multi_island_step(
     if coordination.transfer is None:
         return None
     synchronisation, across = run.strategy.synchronisation, run.strategy.across
+    if run.elastic.islands:
+        _, synchronisation = split_codec(synchronisation)
     if setup.stage_model is not None:
+        run = replace(run, strategy=replace(run.strategy, synchronisation=synchronisation))
         compute = _make_stage_compute(run, setup, setup.stage_model, coordination, loader)
     else:
         training = Training(setup.model, run.loss, setup.optimizer, setup.learning_rate)
@@ -189,7 +193,9 @@ def _make_stage_compute(
     assert grid is not None
     assert owners is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
-    sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
+    # a slot of an elastic run passes through the stages by itself
+    sizes = (grid.num_stages, count_slot_microbatches(run), pipeline.virtual_stages)
+    evaluation_sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
     # stages exchange shapes for this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
     shapes = {
@@ -208,7 +214,7 @@ def _make_stage_compute(
             stage_model.flow(shapes),
             # without a flush all microbatches of a batch pass through the stages together
             make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
-            forward_only(*sizes, placement=pipeline.placement),
+            forward_only(*evaluation_sizes, placement=pipeline.placement),
         ),
         StageUpdate(setup.optimizer, clip, setup.learning_rate),
         setup.placement,
@@ -222,6 +228,11 @@ def _make_stage_compute(
         run.strategy.synchronisation,
         loader.shard().start,
     )
+
+
+def count_slot_microbatches(run: Run) -> int:
+    """Return the number of microbatches that pass through stages together: of a batch, or of a slot."""
+    return max(run.strategy.accumulate // (run.elastic.slots or 1), 1)
 
 
 def format_traced_cut(traced: ModelTrace, stages: Partition) -> str:

@@ -275,8 +275,8 @@ def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, sto
     if (elastic := prepared.elastic) is not None and (
         elastic.outcome != "stopped" or not elastic.may_write()
     ):
-        name = elastic.island.member.me.name
-        terminal.err(f"{name}: {elastic.outcome} after step {step}\n")
+        if elastic.leads:
+            terminal.err(f"{elastic.name}: {elastic.outcome} after step {step}\n")
         return None
     if not prepared.coordination.writes:
         return None

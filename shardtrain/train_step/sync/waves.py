@@ -350,7 +350,7 @@ class UnflushedWaves(Waves):
         key = step_key(state.seed, jnp.int32(number - 1))
         # with arrays of their own
         programs = copy(self._stage.programs)
-        programs.begin(params, state.local.model_state, key, batch)
+        programs.begin(params, state.local.model_state, key, batch, self._stage.start_row)
         self._stage.turns.once("training tasks", programs.compile)
         executor = self._executors[number % len(self._executors)]
         executor.run(programs, "forward")
