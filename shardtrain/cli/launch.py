@@ -48,14 +48,14 @@ class Options:
     """Options of every launcher.
 
     Args:
-      elastic: fewest and most islands of an elastic run, such as 2..5: islands without MPI, which can die and
-        join while it trains. One that dies is started again if there are restarts left.
+      elastic: fewest and most islands of an elastic run, such as 2..5, without MPI between them, which
+        can die and join while it trains. One that dies is started again if there are restarts left.
       join: folder of an elastic run. Its islands are started by the command of the run; further options of
         train may follow after --.
       islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
         in --processes-per-island, or the fewest of --elastic, or else 1.
       processes_per_island: number of processes of each island: one number for all, or one for each, such as
-        1,3.
+        1,3. Those of an elastic island are the stages of a pipeline (--across pipeline).
       cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
         number, nodes, processes, devices, launcher options and fields of the strategy.
       logs: folder for one log per rank. By default, logs/DATE-TIME. A number is added to the name if another
@@ -163,7 +163,9 @@ def _find_problem(program: Sequence[str], options: Options) -> str | None:
         return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
     given = find_values(program, *ELASTIC) if program[0] == "train" else []
     if not options.elastic:
-        return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if given else None
+        # islands of MPI may be the stages of one elastic island
+        is_apart = bool(given) and (options.islands or 1) == 1
+        return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if is_apart else None
     if program[0] != "train":
         return f"--elastic is for `train`, and after -- is {program[0]}; leave it out"
     if given:
@@ -246,6 +248,8 @@ def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options
     name = next(name for name, each in LAUNCHERS.items() if each is launcher)
     check_elastic(job, islands, name, can_start=launcher.elastic is not None)
     assert launcher.elastic is not None
+    if launcher.restarts is not None and not options.dry_run:
+        job = replace(job, logs=claim(job.logs))
     launches = launcher.elastic(job, special, os.environ)
     if launcher.restarts is None:
         return _submit(launches[0], options.dry_run)
@@ -253,11 +257,9 @@ def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options
     if options.dry_run:
         sys.stdout.write(" &\n".join(shell_text(each).rstrip("\n") for each in launches) + "\n")
         return 0
-    logs = claim(job.logs)
-    terminal.err(f"launch: {_count_islands(job)}; a log for each in {logs}\n")
-    return supervise_islands(
-        launches, logs, restarts, os.environ, time_seconds=job.time_seconds, stop_seconds=job.stop_seconds
-    )
+    terminal.err(f"launch: {_count_islands(job)}; a log for each in {job.logs}\n")
+    limits = {"time_seconds": job.time_seconds, "stop_seconds": job.stop_seconds}
+    return supervise_islands(launches, job.logs, restarts, os.environ, **limits)
 
 
 def _count_islands(job: Job) -> str:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from shardtrain.elastic.command_file import COMMAND, read_command
 from shardtrain.elastic.epoch_files import read_epoch
+from shardtrain.elastic.history import list_members
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.network import LOOPBACK, LOOPBACK_ADDRESS
-from shardtrain.launch.job import Job
+from shardtrain.launch.job import MOST_ISLANDS, Job
 
 JOIN = "shardtrain launch --join RUN_FOLDER"
 
@@ -48,15 +49,25 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
             f"after -- come further options of train, and {job.arguments[0]!r} is none; the command of the"
             f" run is in {elastic / COMMAND}"
         )
+    each = job.processes_per_island
     given = _drop_run_dir([*command.arguments, *job.arguments])
     arguments = ("train", *given, "--run-dir", str(run_folder.resolve()))
     folder = Path(command.folder)
     return replace(
         job,
         arguments=arguments,
+        processes_per_island=_find_processes(elastic) if job.processes_per_island == 1 else each,
         folder=folder if folder.is_dir() else None,
         interface=job.interface or (_find_interface(elastic) if here else None),
     )
+
+
+def _find_processes(elastic: Path) -> int:
+    """Return the number of processes of the island that joined a run last."""
+    members = list_members(elastic).values()
+    newest = max(members, key=lambda facts: facts.get("started", 0.0), default={})
+    found = newest.get("processes", 1)
+    return found if type(found) is int and 1 <= found <= MOST_ISLANDS else 1
 
 
 def _drop_run_dir(words: Sequence[str]) -> list[str]:
@@ -99,10 +110,10 @@ def check_elastic(job: Job, islands: str | None, launcher: str, *, can_start: bo
             f"--islands is {job.islands}, and at most {elastic.most} train together; use --islands"
             f" {elastic.most}, or --elastic {elastic.fewest}..{job.islands}"
         )
-    if job.processes_per_island != 1:
+    if not isinstance(job.processes_per_island, int):
         problems.append(
-            f"--processes-per-island is {job.processes_text}, and an elastic island is one process; leave it"
-            " out"
+            f"--processes-per-island is {job.processes_text}, and all elastic islands have as many stages;"
+            " use one number"
         )
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)

@@ -41,21 +41,31 @@ def launch_by(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Lau
 def launch_islands(job: Job, options: mpi.MpiOptions, environ: Mapping[str, str]) -> tuple[Launch, ...]:
     """Return the command of each elastic island: a process of its own, which knows no rank and needs no MPI.
 
+    An island of several processes, the stages of a pipeline, is a launch of its own.
+
     Raises:
       ValueError: the interface does not exist, or the islands cannot share the GPUs evenly.
     """
     address = {ADDRESS: find_address(job.interface)} if job.interface else {}
     # the settings of MPI's interfaces are for ranks
-    common = replace(job, interface=None).rank_environment(environ) | address
+    common = replace(job, interface=None, processes_per_island=1).rank_environment(environ) | address
     return tuple(
         Launch(
-            lines=(job.program, _select_devices(job.arguments, number, job.islands)),
+            lines=_list_words(job, number),
             environment=common | device_environment(place_here(number, job.islands), environ),
             unset=_list_unset(environ),
             folder=job.folder,
         )
         for number in range(job.islands)
     )
+
+
+def _list_words(job: Job, number: int) -> tuple[tuple[str, ...], ...]:
+    """Return the command of an elastic island."""
+    if job.processes_per_island == 1:
+        return job.program, _select_devices(job.arguments, number, job.islands)
+    own = ("--islands", job.processes_text, "--logs", str(job.logs / f"island-{number}"))
+    return (*job.program, "launch", *own), ("--", *job.arguments)
 
 
 def place_here(number: int, islands: int) -> RankEnvironment:

@@ -83,13 +83,16 @@ def write_array_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> 
 
     Args:
       job: without hosts; its logs are the parent folder of the logs of each task.
-      options: the resources of each island, which is one process.
+      options: the resources of each island.
       environ: the environment of this process.
 
     Raises:
       ValueError: lists every option that is not possible.
     """
-    island = replace(job, islands=1)
+    assert isinstance(job.processes_per_island, int)
+    # the processes of an island are the stages of a pipeline, each an island of MPI
+    island = replace(job, islands=job.processes_per_island, processes_per_island=1)
+    has_mpi = island.islands > 1
     common, parts, problems = _components(island, options)
     problems += _problems(job, options)
     refuse("this batch job cannot be written", problems)
@@ -99,13 +102,17 @@ def write_array_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> 
     array = f"--array=0-{job.islands - 1}"
     lines = ["#!/bin/bash", "# elastic islands, a task each: --array alone says how many", ""]
     lines += [f"#SBATCH {option}" for option in (name, array, *directives)]
-    lines += ["", *options.setup, *batch.exports(replace(island, interface=None), environ)]
+    lines += [
+        "",
+        *options.setup,
+        *batch.exports(island if has_mpi else replace(island, interface=None), environ),
+    ]
     lines += _address_lines(job.interface)
     lines += ["", *batch.log_lines(job, f'"{task}"')]
     # the folder in which the run that they join was begun
     lines += [f"cd {shlex.quote(str(job.folder))}"] if job.folder else []
     lines += [
-        f"srun --mpi=none --kill-on-bad-exit=1 {_binding(part)} \\",
+        f"srun --mpi={options.mpi if has_mpi else 'none'} --kill-on-bad-exit=1 {_binding(part)} \\",
         *batch.rank_lines(job),
         *batch.end_lines("srun", f'scontrol requeue "{task}"' if options.requeue else None),
     ]
