@@ -55,7 +55,7 @@ class Options:
       islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
         in --processes-per-island, or the fewest of --elastic, or else 1.
       processes_per_island: number of processes of each island: one number for all, or one for each, such as
-        1,3. Those of an elastic island are the stages of a pipeline (--across pipeline).
+        1,3. They share a mesh; with --elastic and --across pipeline each is a stage.
       cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
         number, nodes, processes, devices, launcher options and fields of the strategy.
       logs: folder for one log per rank. By default, logs/DATE-TIME. A number is added to the name if another
@@ -163,8 +163,8 @@ def _find_problem(program: Sequence[str], options: Options) -> str | None:
         return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
     given = find_values(program, *ELASTIC) if program[0] == "train" else []
     if not options.elastic:
-        # islands of MPI may be the stages of one elastic island
-        is_apart = bool(given) and (options.islands or 1) == 1
+        # several processes may be one elastic island
+        is_apart = bool(given) and options.processes_per_island == "1"
         return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if is_apart else None
     if program[0] != "train":
         return f"--elastic is for `train`, and after -- is {program[0]}; leave it out"

@@ -13,6 +13,7 @@ from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
+from shardtrain.islands.rank_placement import PROCESSES
 from shardtrain.islands.watchdog.activity import ActivityRecord, activity_record
 from shardtrain.launch.duration import parse_time
 from shardtrain.system import terminal
@@ -105,6 +106,9 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
 
     profile = None if options.profile is None else parse_steps(options.profile)
     activity = activity_record()
+    if run.elastic.islands and run.strategy.across.axis == "pipeline":
+        # the processes of an elastic island are its stages, each with a mesh of its own
+        given[PROCESSES] = "1"
     islands = _join_islands(given, activity)
     # the flags themselves are in environment.jsonl of the run
     texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]

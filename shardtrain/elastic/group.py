@@ -1,4 +1,4 @@
-"""An island of several processes, such as the stages of a pipeline: the first one is the member of the run.
+"""An island of several processes, on one mesh or each a stage of a pipeline; the first one is the member.
 
 It asks all of them, in the same order, for what each does with its own arrays. Next: `island.py`, of which
 only the first process has one.
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from shardtrain.elastic.codecs import Arrays
 from shardtrain.elastic.program import Program
@@ -38,7 +39,7 @@ class Channel(Protocol):
         ...
 
 
-class LeaderFailed(Exception):
+class LeaderFailed(ValueError):
     """The first process of this island has ended with an error."""
 
 
@@ -78,7 +79,7 @@ class Group:
             try:
                 found = work()
             except BaseException as error:
-                self._broadcast(FAILED, [f"{type(error).__name__}: {error}"])
+                self._broadcast(FAILED, [f"its first process has ended: {type(error).__name__}: {error}"])
                 raise
             self._broadcast(DONE, [found])
             return found
@@ -97,16 +98,20 @@ class Group:
 class GroupProgram:
     """What an island of several processes trains, as its first process has it; see `elastic.program.Program`.
 
-    Each array of a sum or of the state is a part of one process; a tree is a list for each process.
+    If each process has a part of the model, such as a stage, a tree is a list of arrays for each process. If
+    they share a mesh, the first one sends and receives whole arrays.
 
     Args:
       group: the processes.
       program: what this process computes of each step.
+      whole: the sharding of whole arrays on the mesh that the processes share; None if each has a part.
     """
 
-    def __init__(self, group: Group, program: Program) -> None:
+    def __init__(self, group: Group, program: Program, whole: Sharding | None = None) -> None:
         assert group.channel is not None
         self._group, self._channel, self._program = group, group.channel, program
+        self._whole = whole
+        self._copy_whole = jax.jit(lambda arrays: arrays, out_shardings=whole)
         self._shapes: dict[str, list[Any]] = {}
         self._given: list[Arrays] | None = None
         self._tree: Any = None
@@ -162,16 +167,21 @@ class GroupProgram:
 
     def _gather_codecs(self) -> list[list[str]]:
         own = jax.tree.leaves(getattr(self._program, "codecs", ()))
-        return self._channel.all_gather("codecs", own)
+        return self._channel.all_gather("codecs", own) if self._whole is None else [own]
 
     def _gather(self, kind: str, arrays: list[Any]) -> list[Arrays]:
         """Return the arrays of each process, on the first one."""
+        if self._whole is not None:
+            # on every device, so that each process has them
+            arrays = [x.addressable_data(0) for x in self._copy_whole(arrays)]
         if kind not in self._shapes:
             own = [(np.shape(x), jnp.dtype(x.dtype).name) for x in arrays]
             self._shapes[kind] = self._channel.all_gather(f"shapes of the {kind}", own)
         if self._group.leads:
-            own = [np.asarray(x) for x in arrays]
-            return [own, *(self._receive(kind, rank, rank) for rank in range(1, self._channel.size))]
+            ranks = range(1, self._channel.size) if self._whole is None else ()
+            return [[np.asarray(x) for x in arrays], *(self._receive(kind, rank, rank) for rank in ranks)]
+        if self._whole is not None:
+            return []
         for array in arrays:
             self._channel.send(np.asarray(array), 0)
         return []
@@ -182,6 +192,8 @@ class GroupProgram:
             return self._receive(kind, self._channel.rank, 0)
         assert self._given is not None
         (own, *others), self._given = self._given, None
+        if self._whole is not None:
+            others = [own] * (self._channel.size - 1)
         for rank, arrays in enumerate(others, 1):
             for array in arrays:
                 self._channel.send(np.asarray(array), rank)

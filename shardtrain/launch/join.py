@@ -112,8 +112,8 @@ def check_elastic(job: Job, islands: str | None, launcher: str, *, can_start: bo
         )
     if not isinstance(job.processes_per_island, int):
         problems.append(
-            f"--processes-per-island is {job.processes_text}, and all elastic islands have as many stages;"
-            " use one number"
+            f"--processes-per-island is {job.processes_text}, and elastic islands that are started together"
+            " have as many each; use one number"
         )
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)

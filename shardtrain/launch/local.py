@@ -41,7 +41,7 @@ def launch_by(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Lau
 def launch_islands(job: Job, options: mpi.MpiOptions, environ: Mapping[str, str]) -> tuple[Launch, ...]:
     """Return the command of each elastic island: a process of its own, which knows no rank and needs no MPI.
 
-    An island of several processes, the stages of a pipeline, is a launch of its own.
+    An island of several processes is a launch of its own, by MPI.
 
     Raises:
       ValueError: the interface does not exist, or the islands cannot share the GPUs evenly.
@@ -64,7 +64,8 @@ def _list_words(job: Job, number: int) -> tuple[tuple[str, ...], ...]:
     """Return the command of an elastic island."""
     if job.processes_per_island == 1:
         return job.program, _select_devices(job.arguments, number, job.islands)
-    own = ("--islands", job.processes_text, "--logs", str(job.logs / f"island-{number}"))
+    logs = str(job.logs / f"island-{number}")
+    own = ("--islands", "1", "--processes-per-island", job.processes_text, "--logs", logs)
     return (*job.program, "launch", *own), ("--", *job.arguments)
 
 

@@ -89,10 +89,7 @@ def write_array_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> 
     Raises:
       ValueError: lists every option that is not possible.
     """
-    assert isinstance(job.processes_per_island, int)
-    # the processes of an island are the stages of a pipeline, each an island of MPI
-    island = replace(job, islands=job.processes_per_island, processes_per_island=1)
-    has_mpi = island.islands > 1
+    island, has_mpi = replace(job, islands=1), job.processes_per_island != 1
     common, parts, problems = _components(island, options)
     problems += _problems(job, options)
     refuse("this batch job cannot be written", problems)

@@ -1,8 +1,8 @@
 """The island of a run whose islands come and go, as the training loop uses it.
 
 Each island runs the whole loop of one device, with the same numbers; only gradients are shared out, and only
-the chief writes. An island may be a pipeline of several processes: each runs the loop, and the first one is
-the member. Next: `elastic/island.py`, `elastic/group.py`.
+the chief writes. An island may have several processes, which share a mesh or are the stages of a pipeline:
+each runs the loop, and the first one is the member. Next: `elastic/island.py`, `elastic/group.py`.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
@@ -202,7 +203,10 @@ class ElasticRun:
         self._extra: Mapping[str, Any] = select_kept_tokens(tokens)
         leave_out_base(self._run, checkpoints)
         self._program = self._make_program(init())
-        trained = self._program if self._group.channel is None else GroupProgram(self._group, self._program)
+        trained: Program = self._program
+        if self._group.channel is not None:
+            whole = NamedSharding(self._setup.mesh, PartitionSpec()) if self.stage is None else None
+            trained = GroupProgram(self._group, trained, whole)
         is_over, self._done = self._lead(lambda: self._join(trained))
         # parts of one save have this in common
         checkpoints.checkpoints.save_id = self.name
@@ -344,7 +348,8 @@ class ElasticRun:
         """Return the step of the newest valid checkpoint; void ones are deleted."""
         self._drop_void()
         # the newest one whose files are whole
-        return self._checkpoints.checkpoints.discover().step or 0
+        alone = self._checkpoints.checkpoints.discover(gather=lambda _, look: [look(0)])
+        return alone.step or 0
 
     def _drop_void(self) -> None:
         """Delete the checkpoints of a past that was left behind, as readers know no epochs."""

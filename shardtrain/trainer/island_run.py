@@ -176,20 +176,20 @@ def _find_batch_problems(run: Run) -> list[str]:
     return problems
 
 
-def _find_stage_problems(run: Run, num_processes: int) -> list[str]:
+def _find_stage_problems(run: Run, num_stages: int) -> list[str]:
     """Return why islands cannot be pipelines of several processes, each a stage."""
     across, problems = run.strategy.across, []
     if across.axis != "pipeline":
         return []
-    if num_processes == 1:
+    if num_stages == 1:
         problems.append(
             "--across pipeline, and this island is one process; start its stages together: shardtrain launch"
             " --elastic 1..4 --islands 2 --processes-per-island 2 -- train RUN"
         )
-    elif across.partitions not in (None, num_processes):
+    elif across.partitions not in (None, num_stages):
         problems.append(
-            f"--partitions {across.partitions}, and this island has {num_processes} processes, each a stage;"
-            f" use {num_processes}, or leave it out"
+            f"--partitions {across.partitions}, and this island has {num_stages} processes, each a stage; use"
+            f" {num_stages}, or leave it out"
         )
     _, by = split_codec(run.strategy.synchronisation)
     if not by.is_mean:
@@ -199,21 +199,21 @@ def _find_stage_problems(run: Run, num_processes: int) -> list[str]:
     return problems
 
 
-def prepare_elastic(run: Run, num_processes: int = 1) -> Run:
+def prepare_elastic(run: Run, num_islands: int = 1) -> Run:
     """Return a run as islands that come and go train it: slots are its microbatches.
 
     If an island is a pipeline of several processes, each slot is some of its microbatches.
 
     Args:
       run: the run.
-      num_processes: number of processes that were launched together.
+      num_islands: number of islands of MPI that were launched together, each a stage.
 
     Raises:
       ValueError: lists every option that it cannot have.
     """
     strategy = run.strategy
     problems = find_exchange_problems(strategy.synchronisation) + _find_batch_problems(run)
-    problems += _find_stage_problems(run, num_processes)
+    problems += _find_stage_problems(run, num_islands)
     if run.steps % (every := strategy.synchronisation.every):
         problems.append(
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
@@ -221,10 +221,11 @@ def prepare_elastic(run: Run, num_processes: int = 1) -> Run:
         )
     check_combinations(run, "elastic", problems)
     in_stages = strategy.across.axis == "pipeline"
-    if (num_processes > 1 and not in_stages) or jax.process_count() > 1:
+    if num_islands > 1 and not in_stages:
         raise ValueError(
-            "--elastic is given, and several processes were started together, which are no pipeline; start"
-            " each island alone: shardtrain launch --elastic 1..4 --islands 2 -- train RUN"
+            f"--elastic is given, and {num_islands} islands of MPI were started together; start each island"
+            " alone: shardtrain launch --elastic 1..4 --islands 2 -- train RUN, with --processes-per-island 2"
+            " if its mesh has several processes"
         )
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))

@@ -128,7 +128,7 @@ class PreparedRun:
             group = Group(channel)
             self.elastic = ElasticRun(run, folder, setup, batches, output, group)
             stack.callback(self.elastic.close)
-            coordination = Coordination(is_chief=self.elastic.is_chief)
+            coordination = replace(coordination, is_chief=self.elastic.is_chief)
         if islands is not None and islands.placement.num_islands > 1:
             transfer, owners = make_transfers(run, setup, islands)
             # the stages of a pipeline take different times by nature, so they are not compared
