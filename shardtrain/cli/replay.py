@@ -35,6 +35,7 @@ from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.loss_guard import guard_loss
 from shardtrain.functional.model import group_by_path, path_text
+from shardtrain.islands.options import Across
 from shardtrain.report.elastic_run import count_committed
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.report.tables import mesh_line
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
 Sizes = tuple[tuple[str, int], ...]
 """A mesh: axis and size of each axis, slowest first."""
 
-NOT_COMPARED = ("run_dir", "strategy.layout.mesh", "strategy.accumulate", "elastic.")
+NOT_COMPARED = ("run_dir", "strategy.layout.mesh", "strategy.accumulate", "strategy.across.", "elastic.")
 """Options that change no numbers of a replay."""
 
 
@@ -222,9 +223,11 @@ def _make_programs(
     run: Run, folder: Path, meshes: Iterable[Sizes], num_slots: int, reader: CheckpointReader | None
 ) -> dict[Sizes, ElasticProgram]:
     """Return the program of each mesh, with the state of a checkpoint or that before the first step."""
+    # stages too are computed in this process
+    run = replace(run, strategy=replace(run.strategy, accumulate=1, across=Across()))
     with RunConsole(Console(file=io.StringIO()), None) as output:
         run = make_island_run(run, Coordination(), output)
-    run = replace(run, loss=guard_loss(run.loss), strategy=replace(run.strategy, accumulate=1))
+    run = replace(run, loss=guard_loss(run.loss))
     source, _ = open_sources(run, folder)
     batches = make_batches(run, source)
     assert isinstance(batches, Batches)
@@ -265,6 +268,8 @@ def _find_reasons(
     own = jax.devices()[0].device_kind
     kinds = {str(history.members[name].get("device", own)) for name in names}
     found += [f"it was computed on {kind}, and is replayed on {own}" for kind in sorted(kinds - {own})]
+    if any(history.members[name].get("processes", 1) != 1 for name in names):
+        found.append("islands of several processes, replayed in one")
     if num_meshes > 1:
         found.append("islands of different meshes, whose states may differ in last bits")
     return found
