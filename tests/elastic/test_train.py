@@ -60,10 +60,25 @@ class Islands:
         words = [*self.words, "-m", "shardtrain", "train", PROGRAM, "--run-dir", str(self.run), *options]
         words += ["--elastic", elastic] if elastic else []
         words += [] if "--cpu-devices" in options else ["--cpu-devices", "1"]
+        return self.begin(words, **environment)
+
+    def launch(self, warm_shardtrain, *options, launch=("--islands", "1")):
+        """Start islands of two processes each."""
+        logs = ("--logs", self.folder / f"logs-{len(self.processes)}")
+        words = [*warm_shardtrain, "launch", *launch, "--processes-per-island", "2", *logs, "--", "train"]
+        run = [PROGRAM, "--run-dir", self.run, "--cpu-devices", "1", *options]
+        return self.begin([*map(str, words), *map(str, run)])
+
+    def begin(self, words, **environment):
         with (self.folder / f"output-{len(self.processes)}").open("w") as output:
             given = {**self.environment, **environment}
             self.processes.append(subprocess.Popen(words, stdout=output, stderr=output, env=given))
         return self.processes[-1]
+
+    def find_ranks(self, process):
+        """Return the process ids of the ranks of a launch, from the table that its first one prints."""
+        rows = [line.split() for line in self.output(process).splitlines()]
+        return [int(row[3]) for row in rows if len(row) > 3 and row[0].isdigit() and row[3].isdigit()]
 
     def output(self, process):
         return (self.folder / f"output-{self.processes.index(process)}").read_text()
@@ -180,6 +195,59 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
         replay = [*warm_python, "-m", "shardtrain", "replay", str(run), "--from", start, "--to", "120"]
         found = subprocess.run(replay, env=islands.environment, capture_output=True, text=True, check=True)
         assert "bitwise" in found.stdout
+
+
+def test_stages_of_a_lost_pipeline_are_done_again(islands, alone, warm_shardtrain):
+    """Each island is a pipeline of two processes; one that loses a stage is lost as a whole."""
+    options = ["--across", "pipeline", "--accumulate", "10", "--elastic", "1..3"]
+    islands.pace(12)
+    first = islands.launch(warm_shardtrain, *options)
+    islands.wait_for_step(1)
+    islands.launch(warm_shardtrain, *options)
+    islands.wait_for_why("joined")
+    islands.wait_for_step(9)
+    os.kill(islands.find_ranks(first)[1], signal.SIGKILL)
+    islands.wait_for_why("lost")
+    # an island of one process has other sums
+    other = islands.start(elastic="1..3")
+    assert other.wait(60) == 2
+    assert "strategy.across.axis: pipeline on the run" in islands.output(other)
+    last = islands.launch(warm_shardtrain, *options)
+    islands.wait_for_why("joined", 2)
+    islands.wait_for_step(len(islands.lines()) + 3)
+    islands.processes[1].send_signal(signal.SIGTERM)
+    islands.wait_for_why("left")
+    islands.pace(1000)
+    codes = [each.wait(60) for each in islands.processes]
+    assert codes == [137, 143, 2, 0]
+    check_lines(islands.lines(), alone)
+    readers = find_readers(islands.run / "checkpoints")
+    assert not any(reader.problems() for reader in readers)
+    assert {reader.num_parts for reader in readers} == {2}
+    assert readers[-1].step == 120
+    assert "step 120/120" in islands.output(last)
+
+
+def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrain, warm_python):
+    """They take part beside islands of one process, with any kind of exchange; all continue from either."""
+    islands.pace(12)
+    first = islands.launch(warm_shardtrain, "--mesh", "fsdp=2", "--elastic", "1..4")
+    islands.wait_for_step(1)
+    islands.start()
+    islands.wait_for_why("joined")
+    islands.wait_for_step(9)
+    os.kill(islands.find_ranks(first)[1], signal.SIGKILL)
+    islands.wait_for_why("lost")
+    again = islands.launch(warm_shardtrain, "--mesh", "tensor=2", "--elastic", "1..4")
+    islands.wait_for_why("joined", 2)
+    islands.wait_for_step(len(islands.lines()) + 2)
+    # the island of two processes is the next chief
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.pace(1000)
+    assert [each.wait(100) for each in islands.processes] == [137, -9, 0]
+    check_lines(islands.lines(), alone)
+    assert "step 120/120" in islands.output(again)
+    assert find_readers(islands.run / "checkpoints")[-1].step == 120
 
 
 def train_by_ledger(epochs, folder):
@@ -388,6 +456,6 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
 def test_what_cannot_come_and_go_is_refused(options, message):
     run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..4"))
     with pytest.raises(ValueError, match=re.escape(message)):
-        prepare_elastic(replace(run, **options), has_mpi=False)
-    with pytest.raises(ValueError, match="start each island alone"):
-        prepare_elastic(run, has_mpi=True)
+        prepare_elastic(replace(run, **options))
+    with pytest.raises(ValueError, match="2 islands of MPI were started together; start each island alone"):
+        prepare_elastic(run, num_islands=2)
