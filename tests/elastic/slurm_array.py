@@ -3,7 +3,8 @@
     python tests/elastic/slurm_array.py --minutes 10 --islands 3 RUN_FOLDER train run.py --elastic 1..4 ...
 
 At the end each task has ended with 0, the ledger of the run folder has each slot of each step once, and its
-metrics have each step once.
+metrics have each step once, with the loss of the same command on one device. With `--processes 2 ...
+--across pipeline` each island is a pipeline of two stages.
 """
 
 import argparse
@@ -25,9 +26,11 @@ from shardtrain.elastic.run_files import RunFiles
 from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import Slurm, write_array_script
 
-# srun starts the words after its options as the only rank; scontrol asks the stand-in to start a task again
+# srun starts the words after its options as the only rank, or several by mpiexec; scontrol asks the stand-in to
+# start a task again
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
+[ "$RANKS" -gt 1 ] && exec "$MPIEXEC" -n "$RANKS" "$@"
 export SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0
 exec "$@"
 """
@@ -69,12 +72,17 @@ class Array:
             (folder / name).chmod(0o755)
         last = re.search(r"^#SBATCH --array=0-(\d+)$", script, re.MULTILINE)
         assert last is not None
+        (ranks,) = re.findall(r"^#SBATCH --ntasks-per-node=(\d+)$", script, re.MULTILINE)
+        self.mpi = {"RANKS": ranks, "MPIEXEC": str(Path(sys.executable).with_name("mpiexec"))}
         self.tasks = [Task(number) for number in range(int(last[1]) + 1)]
         self.counts = Counter()
 
     def start(self, task):
         own = {"SLURM_ARRAY_JOB_ID": str(JOB_ID), "SLURM_ARRAY_TASK_ID": str(task.number)}
-        own |= {"REQUEUED": str(self.folder / "requeued"), "PATH": f"{self.folder}:{os.environ['PATH']}"}
+        own |= self.mpi | {
+            "REQUEUED": str(self.folder / "requeued"),
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+        }
         with (self.folder / f"output-{task.number}").open("a") as output:
             task.script = subprocess.Popen(
                 ["bash", self.script], env=os.environ | own, stdout=output, stderr=output,
@@ -107,13 +115,13 @@ class Array:
         self.requeue(task, pause_seconds, "lost its node")
 
     def signal_step(self, task):
-        """Send SIGUSR1 to the rank, as --signal does before the time limit; return whether it runs."""
-        record = self.logs / task.name / "rank-0.json"
-        found = json.loads(record.read_text()) if record.exists() else {"code": 0}
-        if found["code"] is not None:
+        """Send SIGUSR1 to the ranks, as --signal does before the time limit; return whether all run."""
+        records = [json.loads(path.read_text()) for path in (self.logs / task.name).glob("rank-*.json")]
+        if not records or any(each["code"] is not None for each in records):
             return False
         try:
-            os.kill(found["pid"], signal.SIGUSR1)
+            for each in records:
+                os.kill(each["pid"], signal.SIGUSR1)
         except ProcessLookupError:  # it has just ended
             return False
         self.counts["time limit"] += 1
@@ -162,17 +170,43 @@ def check_ledger(elastic, steps):
     return epochs
 
 
+def train_on_one_device(arguments, folder):
+    """Return step -> loss of the same run by itself."""
+    words = [*arguments, "--run-dir", str(folder), "--cpu-devices", "1"]
+    for option in ("--elastic", "--across", "--accumulate", "--mesh"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
+    subprocess.run([sys.executable, "-m", "shardtrain", *words], check=True, stdout=subprocess.DEVNULL)
+    return read_losses(folder)
+
+
+def read_losses(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    steps = Counter(step for step, _ in losses)
+    assert max(steps.values()) == 1, f"steps {[each for each, n in steps.items() if n > 1]} twice"
+    return dict(losses)
+
+
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--islands", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="train RUN ...")
     asked = parser.parse_args()
     folder = asked.run_folder.absolute().with_name(f"{asked.run_folder.name}-slurm")
     arguments = (*asked.arguments, "--run-dir", str(asked.run_folder.absolute()))
-    job = Job(arguments=arguments, islands=asked.islands, logs=folder / "logs", interface="lo")
+    job = Job(
+        arguments=arguments,
+        islands=asked.islands,
+        processes_per_island=asked.processes,
+        logs=folder / "logs",
+        interface="lo",
+    )
     array = Array(write_array_script(job, Slurm(), os.environ), folder, job.logs)
     try:
         array.run_chaos(asked.seed, 60 * asked.minutes, most_pause_seconds=20.0)
@@ -180,16 +214,16 @@ def main():
         array.kill()
     codes = [task.code for task in array.tasks]
     assert codes == [0] * asked.islands, f"tasks ended with {codes}; see {folder}"
-    rows = map(json.loads, (asked.run_folder / "metrics.jsonl").read_text().splitlines())
-    steps = [row["step"] for row in rows if "train/loss" in row]
-    assert len(steps) == len(set(steps)), (
-        f"steps {[each for each, n in Counter(steps).items() if n > 1]} twice"
-    )
-    epochs = check_ledger(asked.run_folder / "elastic", max(steps))
+    losses = read_losses(asked.run_folder)
+    epochs = check_ledger(asked.run_folder / "elastic", max(losses))
+    expected = train_on_one_device(asked.arguments, folder / "alone")
+    assert losses.keys() == expected.keys()
+    off = max(abs(loss / expected[step] - 1) for step, loss in losses.items())
+    assert off <= 2e-5, off
     repeated, starts = sum(each.repeats for each in epochs), sum(task.starts for task in array.tasks)
     sys.stdout.write(
-        f"{max(steps)} steps, each once, in {len(epochs)} epochs; {repeated} repeated; {starts} starts:"
-        f" {dict(array.counts)}\n"
+        f"{max(losses)} steps, each once, in {len(epochs)} epochs; {repeated} repeated; {starts} starts:"
+        f" {dict(array.counts)}; losses within {off:.1e} of one device\n"
     )
 
 
