@@ -26,8 +26,8 @@ from shardtrain.elastic.run_files import RunFiles
 from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import Slurm, write_array_script
 
-# srun starts the words after its options as the only rank, or several by mpiexec; scontrol asks the stand-in to
-# start a task again
+# srun starts the words after its options as the only rank, or as several by mpiexec; scontrol asks the
+# stand-in to start a task again
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 [ "$RANKS" -gt 1 ] && exec "$MPIEXEC" -n "$RANKS" "$@"
