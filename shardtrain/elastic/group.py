@@ -79,7 +79,8 @@ class Group:
             try:
                 found = work()
             except BaseException as error:
-                self._broadcast(FAILED, [f"its first process has ended: {type(error).__name__}: {error}"])
+                text = f"the first process of this island has ended: {type(error).__name__}: {error}"
+                self._broadcast(FAILED, [text])
                 raise
             self._broadcast(DONE, [found])
             return found
@@ -111,7 +112,7 @@ class GroupProgram:
         assert group.channel is not None
         self._group, self._channel, self._program = group, group.channel, program
         self._whole = whole
-        self._copy_whole = jax.jit(lambda arrays: arrays, out_shardings=whole)
+        self._copy_whole = jax.jit(lambda x: x, out_shardings=whole)
         self._shapes: dict[str, list[Any]] = {}
         self._given: list[Arrays] | None = None
         self._tree: Any = None
@@ -172,8 +173,8 @@ class GroupProgram:
     def _gather(self, kind: str, arrays: list[Any]) -> list[Arrays]:
         """Return the arrays of each process, on the first one."""
         if self._whole is not None:
-            # on every device, so that each process has them
-            arrays = [x.addressable_data(0) for x in self._copy_whole(arrays)]
+            # one after the other, as each is whole on every device
+            arrays = [np.asarray(self._copy_whole(x).addressable_data(0)) for x in arrays]
         if kind not in self._shapes:
             own = [(np.shape(x), jnp.dtype(x.dtype).name) for x in arrays]
             self._shapes[kind] = self._channel.all_gather(f"shapes of the {kind}", own)
