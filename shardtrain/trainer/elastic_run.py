@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
-from shardtrain.checkpoints.reader import find_readers
+from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
@@ -352,7 +352,7 @@ class ElasticRun:
         return alone.step or 0
 
     def _drop_void(self) -> None:
-        """Delete the checkpoints of a past that was left behind, as readers know no epochs."""
+        """Delete the checkpoints of a past that was left behind, as readers know no epochs, and parts of one."""
         epochs = list_epochs(self._files)
 
         def is_valid(step: int, saved: Any) -> bool:
@@ -361,8 +361,8 @@ class ElasticRun:
                 return number is None  # of a run that was not elastic then
             return is_valid_checkpoint(epochs, step, number)
 
-        for each in find_readers(self._folder / CHECKPOINTS):
-            if not is_valid(each.step, each.extra.get(ELASTIC)):
+        for each in visible_readers(self._folder / CHECKPOINTS):
+            if each.missing or not is_valid(each.step, each.extra.get(ELASTIC)):
                 for folder in each.folders.values():
                     delete(folder)
 
