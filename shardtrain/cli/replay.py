@@ -268,8 +268,8 @@ def _find_reasons(
     own = jax.devices()[0].device_kind
     kinds = {str(history.members[name].get("device", own)) for name in names}
     found += [f"it was computed on {kind}, and is replayed on {own}" for kind in sorted(kinds - {own})]
-    if any(history.members[name].get("processes", 1) != 1 for name in names):
-        found.append("islands of several processes, replayed in one")
+    if any(history.find_count(name, "stages") > 1 for name in names):
+        found.append("stages of several processes, replayed in one")
     if num_meshes > 1:
         found.append("islands of different meshes, whose states may differ in last bits")
     return found

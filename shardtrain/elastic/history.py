@@ -23,7 +23,7 @@ from shardtrain.system.untrusted_files import read_bytes, read_json
 ELASTIC = "elastic"
 """The folder of an elastic run's files in the run folder."""
 
-MOST_MEMBER_BYTES = 1 << 16
+MOST_MEMBER_BYTES, MOST_PROCESSES = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,16 @@ class History:
         if not isinstance(mesh, dict) or any(type(size) is not int or size < 1 for size in mesh.values()):
             return {}
         return mesh
+
+    def find_count(self, name: str, what: str) -> int:
+        """Return a number of processes or stages of an island; 1 if it is not known."""
+        return get_count(self.members.get(name, {}), what)
+
+
+def get_count(facts: Mapping[str, Any], what: str) -> int:
+    """Return a number of the description of an island; 1 if it is not there, or of another form."""
+    found = facts.get(what, 1)
+    return found if type(found) is int and 1 <= found <= MOST_PROCESSES else 1
 
 
 def read_history(run: Path) -> History:

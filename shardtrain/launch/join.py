@@ -7,12 +7,12 @@ from pathlib import Path
 
 from shardtrain.elastic.command_file import COMMAND, read_command
 from shardtrain.elastic.epoch_files import read_epoch
-from shardtrain.elastic.history import list_members
+from shardtrain.elastic.history import get_count, list_members
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.network import LOOPBACK, LOOPBACK_ADDRESS
-from shardtrain.launch.job import MOST_ISLANDS, Job
+from shardtrain.launch.job import Job
 
 JOIN = "shardtrain launch --join RUN_FOLDER"
 
@@ -65,9 +65,7 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
 def _find_processes(elastic: Path) -> int:
     """Return the number of processes of the island that joined a run last."""
     members = list_members(elastic).values()
-    newest = max(members, key=lambda facts: facts.get("started", 0.0), default={})
-    found = newest.get("processes", 1)
-    return found if type(found) is int and 1 <= found <= MOST_ISLANDS else 1
+    return get_count(max(members, key=lambda facts: facts.get("started", 0.0), default={}), "processes")
 
 
 def _drop_run_dir(words: Sequence[str]) -> list[str]:

@@ -45,7 +45,8 @@ class IslandPast:
     Args:
       name: its name.
       host: the host that it named, or "".
-      mesh: axis -> size, or {}.
+      mesh: axis -> size, or {}; of each stage, if it is a pipeline of several processes.
+      stages: number of its stages, or 1.
       came: when it became a member.
       gone: when it was none any more, or last alive.
       why: left, lost, excluded, present, or ended, of which it is not known whether it stopped or died.
@@ -55,6 +56,7 @@ class IslandPast:
     name: str
     host: str
     mesh: Mapping[str, int]
+    stages: int
     came: float
     gone: float
     why: str
@@ -301,6 +303,7 @@ def _list_islands(history: History, epochs: Sequence[EpochPast], now: float) -> 
                 name=name,
                 host=str(history.members.get(name, {}).get("host", "")),
                 mesh=history.find_mesh(name),
+                stages=history.find_count(name, "stages"),
                 came=own[0].began,
                 gone=gone,
                 why=why,
@@ -334,6 +337,7 @@ def past_text(past: ElasticPast) -> str:
         times = duration_text(island.came), duration_text(island.gone)
         share = f"{island.num_slots / max(slots, 1):.1%}"
         mesh = mesh_line(island.mesh) if island.mesh else ""
+        mesh += f", {island.stages} stages" if island.stages > 1 else ""
         islands.append([island.name, island.host, mesh, *times, island.why, island.num_slots, share])
     seconds = {"steps, at the speed of the most islands": past.useful_seconds}
     seconds |= {CAUSES[cause]: lost for cause, lost in past.lost_seconds.items() if round(lost, 1)}

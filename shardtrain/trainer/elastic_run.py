@@ -101,7 +101,7 @@ class ElasticRun:
     Attributes:
       leads: whether this is the first process of its island.
       stage: what the stage of this process computes; None if the process has the whole model.
-      asked: returns the number of the signal that asks this island to leave, or 0.
+      asked: returns what asks this process to leave, see `StopSignals.asked`.
       save_state: saves the state after the newest step, as the loop does it.
       write_kept_lines: writes the lines of metrics that this island has kept, if it is the chief now.
       command: the words after `shardtrain train`, for islands that `launch --join` starts; () if not known.
@@ -125,7 +125,7 @@ class ElasticRun:
         self.save_state: Callable[[], object] = lambda: None
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
-        self._was_chief = False
+        self._was_chief, self._asked_others = False, 0
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -159,6 +159,10 @@ class ElasticRun:
         """The island, once `join` has been called."""
         assert self._island is not None
         return self._island
+
+    def find_asked(self) -> int:
+        """Return what asks this island to leave, at any of its processes, see `StopSignals.asked`; or 0."""
+        return self.asked() or self._asked_others
 
     def is_chief(self) -> bool:
         """Whether this island writes for all; True before it joins, when nothing is written."""
@@ -240,11 +244,13 @@ class ElasticRun:
         name = island.member.me.name
         self._checkpoints.checkpoints.set_writer(name, self.may_save)
         device = self._setup.mesh.devices.flat[0]
+        processes = 1 if self._group.channel is None else self._group.channel.size
         own = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "mesh": dict(self._setup.mesh.shape),
-            "processes": 1 if self._group.channel is None else self._group.channel.size,
+            "processes": processes,
+            "stages": 1 if self.stage is None else processes,
             "device": device.device_kind,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             "started": time.time(),
@@ -278,7 +284,7 @@ class ElasticRun:
             patience_seconds=run.elastic.patience_seconds,
             report=self._report,
         )
-        island.wants_to_leave = lambda: bool(self.asked())
+        island.wants_to_leave = lambda: bool(self.find_asked())
         island.find_digest = self._find_digest
         return island
 
@@ -291,6 +297,8 @@ class ElasticRun:
           IslandEnded: this island is no member any more.
         """
         is_last = (self._done + 1) % self._every == 0
+        if self._group.channel is not None:
+            self._asked_others = max(self._group.channel.all_gather("asked to leave", self.asked()))
         if self._lead(lambda: self._advance(is_last)):
             raise IslandEnded(self.outcome)
         self._done += 1
@@ -352,7 +360,7 @@ class ElasticRun:
         return alone.step or 0
 
     def _drop_void(self) -> None:
-        """Delete the checkpoints of a past that was left behind, as readers know no epochs, and parts of one."""
+        """Delete checkpoints of a past that was left behind, as readers know no epochs, and parts of one."""
         epochs = list_epochs(self._files)
 
         def is_valid(step: int, saved: Any) -> bool:

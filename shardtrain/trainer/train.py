@@ -132,6 +132,8 @@ def train(
         with calling_end(session.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(session, stop)
+            if prepared.elastic is not None and step < run.steps and (asked := prepared.elastic.find_asked()):
+                stop.record_agreement(asked)
             with activity.at("the end", long=True):
                 _summarise(session, step, programs.text(find_program_folder()))
                 # Draw the curve, and show a sample.
