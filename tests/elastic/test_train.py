@@ -250,14 +250,11 @@ def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrai
     assert find_readers(islands.run / "checkpoints")[-1].step == 120
 
 
-def test_a_run_that_the_time_limit_of_its_last_island_ends_is_not_done(islands, alone):
+def test_a_run_that_the_time_limit_of_its_last_island_ends_is_not_done(islands):
     islands.pace(2)
     first = islands.start("--time-limit", "00:00:09", "--time-margin", "1")
     assert first.wait(60) == 75
     assert "stopped by the time limit after step" in islands.output(first)
-    islands.pace(1000)
-    assert islands.start().wait(60) == 0
-    check_lines(islands.lines(), alone)
 
 
 def train_by_ledger(epochs, folder):
