@@ -74,6 +74,7 @@ class ElasticRun:
       outcome: why this island is no member any more; "" while it is, see `engine.Over`.
       asked: returns the number of the signal that asks this island to leave, or 0.
       save_state: saves the state after the newest step, as the loop does it.
+      save_if_best: saves it if its evaluation is better than those of all saved steps.
       write_kept_lines: writes the lines of metrics that this island has kept, if it is the chief now.
       command: the words after `shardtrain train`, for islands that `launch --join` starts; () if not known.
       watched: number of steps done and metrics, of steps that this island has watched before it joined: the
@@ -89,9 +90,10 @@ class ElasticRun:
         self._saved_seconds = time.monotonic()
         self.asked: Callable[[], int] = lambda: 0
         self.save_state: Callable[[], object] = lambda: None
+        self.save_if_best: Callable[[], object] = lambda: None
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
-        self._was_chief = False
+        self._was_chief = self._has_taken_over = False
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -112,8 +114,12 @@ class ElasticRun:
         return self.island.member.fence is not None if self.outcome else self.island.member.is_chief
 
     def may_write(self) -> bool:
-        """Return whether this island is the chief by the run folder too, which one that slept did not see."""
-        return self.is_chief() and self._files.newest() == self.island.member.number
+        """Return whether this island has taken over, and is the chief by the run folder too.
+
+        One that slept does not know of a newer chief.
+        """
+        is_chief = self._has_taken_over and self.is_chief()
+        return is_chief and self._files.newest() == self.island.member.number
 
     # -- begin and end -------------------------------------------------------------------------------------
 
@@ -279,7 +285,11 @@ class ElasticRun:
 
     def revoke(self, number: int) -> None:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
-        self._checkpoints.checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
+        checkpoints, self._has_taken_over = self._checkpoints.checkpoints, True
+        checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
+        # the chief before may have been lost after an evaluation, before it saved its step
+        if self._done not in checkpoints.steps():
+            self.save_if_best()
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""

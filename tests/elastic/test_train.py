@@ -1,5 +1,6 @@
 """`train --elastic`: islands come and go at any moment, and losses are those of one device."""
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ from tiny_language_model import TinyConfig
 
 import shardtrain as st
 from shardtrain import Optimizer, Run, Schedule, Strategy, Text
+from shardtrain.checkpoints.evaluations import EVALUATIONS, find_best_saved
+from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
@@ -313,6 +316,46 @@ def test_chiefs_that_stop_between_their_last_look_and_the_write_write_nothing(is
     saved = {reader.step: reader.extra["elastic"]["epoch"] for reader in readers}
     (lost,) = [epoch for epoch in islands.epochs() if f"lost {chiefs[0][1]}" in epoch.why]
     assert saved.get(steps[0], lost.number) >= lost.number
+
+
+def find_kept(islands):
+    """Return the saved steps, and the best of them."""
+    steps = list(find_finished_steps(islands.run / "checkpoints"))
+    best = find_best_saved(islands.run / "checkpoints", steps)
+    return steps, best and best.step
+
+
+def test_the_best_checkpoint_stays_through_the_loss_of_chiefs(islands):
+    """The first one is killed later; the second stops in the best evaluation, before it writes anything."""
+    heldout, evaluations = islands.folder / "heldout", islands.run / "checkpoints" / EVALUATIONS
+    heldout.write_text('{"10": 1.0}')
+    policy = ["--checkpoints.best", "heldout/loss", "--checkpoints.keep", "1"]
+    islands.pace(12)
+    for _ in range(3):
+        islands.start(*policy, "--checkpoints.every-steps", "1000", "--evaluate-every", "10")
+    islands.wait_for(lambda: islands.epochs() and len(islands.epochs()[-1].names) == 3)
+    islands.wait_for_step(21)
+    assert find_kept(islands) == ([10], 10)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.wait_for_why("lost")
+    # the new chief saves at once, and keeps what is not the newest
+    islands.wait_for(lambda: len(find_kept(islands)[0]) == 2)
+    assert find_kept(islands)[1] == 10
+    islands.wait_for(lambda: len(islands.lines()) % 10 in (1, 2, 3))
+    best = len(islands.lines()) // 10 * 10 + 10
+    heldout.write_text(f'{{"10": 1.0, "{best}": 0.5}}')
+    (islands.folder / "stop-values").touch()
+    pid, name = islands.find(0)
+    islands.wait_for_why(f"lost {name}")
+    islands.wait_for(lambda: find_kept(islands) == ([best], best))
+    islands.wait_for_step(best + 11)
+    os.kill(pid, signal.SIGCONT)
+    islands.wait_for(lambda: 75 in [each.poll() for each in islands.processes])
+    assert {str(best), str(best + 10)} <= json.loads(evaluations.read_text())["steps"].keys()
+    islands.pace(1000)
+    assert sorted(each.wait(60) for each in islands.processes) == [-9, 0, 75]
+    assert find_kept(islands) == ([best, 120], best)
+    assert [line["step"] for line in islands.lines()] == list(range(1, 121))
 
 
 def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands, alone):
