@@ -18,6 +18,7 @@ import numpy as np
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import find_readers
+from shardtrain.data import Batch as HostBatch
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
@@ -42,7 +43,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.resume import StartPoint, find_parameters, leave_out_base
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
-from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.setup import FIRST_POSITION, RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
 
 if TYPE_CHECKING:
@@ -231,6 +232,17 @@ class ElasticRun:
         self._done += 1
         self._show()
         return self._program.state, self._program.metrics if is_last else NO_METRICS
+
+    def load_batches(self, step: int) -> list[HostBatch]:
+        """Load the batches of a committed step again, or those of all steps since the exchange before it.
+
+        Args:
+          step: number of steps done after it.
+        """
+        # a step is of the newest epoch that begins at it or before it, see `ledger.py`
+        epoch = next(each for each in reversed(list_epochs(self._files)) if each.step < step)
+        numbers = epoch.find_batches(step - 1) or range(step - self._every, step)
+        return [self._batches.load(self._batches.advance(FIRST_POSITION, each)) for each in numbers]
 
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""

@@ -326,11 +326,19 @@ class _Loop:
         return self.prepared.coordination.any_rank(question, answer)
 
     def _explain(self, step: int) -> str:
-        """Return the problems of this process's rows in the batch of a step; "" if there are none."""
-        if self.run.elastic.grows:
-            return ""  # it has several batches
-        batch = self.prepared.feed.load(step - self.first_step - 1)
-        return "; ".join(find_class_problems(self.prepared.expected, batch))
+        """Return the problems of this process's rows in the data of a step; "" if there are none."""
+        prepared, elastic = self.prepared, self.prepared.elastic
+        if elastic is None:
+            return "; ".join(
+                find_class_problems(prepared.expected, prepared.feed.load(step - self.first_step - 1))
+            )
+        batches = elastic.load_batches(step)
+        problems = [
+            f"batch {number} of {len(batches)}: {problem}" if len(batches) > 1 else problem
+            for number, batch in enumerate(batches, 1)
+            for problem in find_class_problems(prepared.expected, batch)
+        ]
+        return "; ".join(problems)
 
 
 def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_logged: bool) -> None:

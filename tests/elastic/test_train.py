@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,19 +24,25 @@ from shardtrain import Optimizer, Run, Schedule, Strategy, Text
 from shardtrain.checkpoints.evaluations import EVALUATIONS, find_best_saved
 from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.reader import find_readers
+from shardtrain.checks.first_batch import make_loss_facts
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
+from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import list_ledger
+from shardtrain.elastic.messages import to_json
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
+from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state
 from shardtrain.train_step.step import make_step
+from shardtrain.trainer.elastic_run import ElasticRun
 from shardtrain.trainer.island_run import prepare_elastic
+from shardtrain.trainer.loop import _Loop
 from shardtrain.trainer.setup import make_microbatch, make_setup
 from shardtrain.trainer.sources import make_batches, open_sources
 
@@ -389,6 +397,50 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
     assert [line["step"] for line in islands.lines()] == list(range(1, 123))
     history = read_history(islands.run)
     assert history.plain == {len(history.epochs): 120}
+
+
+def test_a_loss_that_is_not_finite_is_explained_by_the_rows_of_all_batches_of_its_step(tmp_path):
+    samples = random_tokens(40)
+    batches = Batches(source=samples, batch=4, shuffle=False)
+    elastic: Any = ElasticRun(
+        Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2)),
+        *(tmp_path, None, batches, None),
+    )
+    names = [Peer(name=name, address="") for name in "ab"]
+    two = Epoch(
+        number=2,
+        step=3,
+        members=tuple(names),
+        slots=((0, 1), (2, 3)),
+        why="joined b",
+        member_slots=2,
+        first_batch=3,
+    )
+    for epoch in (found_epoch(1, names[0], 0, 2, first_batch=0), two, found_epoch(3, names[0], 6, 2)):
+        content = json.dumps(to_json(epoch)).encode()
+        RunFiles(tmp_path / "elastic").propose(epoch.number, content)
+
+    def find_numbers(step):
+        firsts = [batch["tokens"][0].tolist() for batch in elastic.load_batches(step)]
+        return [[each["tokens"].tolist() for each in samples].index(first) // 4 for first in firsts]
+
+    assert [find_numbers(step) for step in (3, 4, 5, 7)] == [[2], [3, 4], [5, 6], [6]]
+    samples[4 * 6 + 1]["tokens"][3] = 99
+    first = batches.load(Position(epoch=0, index=0))
+    model = make_setup(elastic._run, microbatch=first).whole_model
+    expected = make_loss_facts(model, next_token_loss, first, 32)
+    loop: Any = SimpleNamespace(prepared=SimpleNamespace(elastic=elastic, expected=expected))
+    text = _Loop._explain(loop, 5)
+    assert text.startswith("batch 2 of 2: 'tokens' has 99 in row 1 at 3; the model has classes 0 to 31")
+    assert _Loop._explain(loop, 7) == text.removeprefix("batch 2 of 2: ")
+    assert _Loop._explain(loop, 4) == ""
+
+
+def test_the_slots_of_all_members_can_be_sent():
+    assert Elastic(islands="1..4", batch="members", slots=1024).slots == 1024
+    for batch, allowed in (("members", "1 to 1024"), ("fixed", "4 to 4096")):
+        with pytest.raises(ValueError, match=f"use {allowed}"):
+            Elastic(islands="1..4", batch=batch, slots=4097 if batch == "fixed" else 1025)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
+from shardtrain.elastic.options import Elastic
 from shardtrain.islands.options import Across
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.scaling import Scaling
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.island_run import IslandDevices, make_island_run
@@ -53,6 +56,16 @@ def test_rows_follow_the_speed_where_islands_differ(other):
     )
     limited = replace(RUN, strategy=Strategy(across=Across(share_limits=(4, 8))))
     assert across_of(limited, other)[0] == Across(shares="auto", share_limits=(4, 8))
+
+
+def test_the_rate_of_islands_that_come_and_go_is_scaled_in_each_step_and_not_by_the_mesh_too():
+    run = replace(RUN, optimizer=Optimizer(), scaling=Scaling(rate="linear"))
+    output: Any = SimpleNamespace(note=lambda line: None)
+    peaks = [
+        make_island_run(replace(run, elastic=elastic), Coordination(), output).optimizer.learning_rate.peak
+        for elastic in (Elastic(), Elastic(islands="1..4", batch="members"))
+    ]
+    assert peaks == [8 * run.optimizer.learning_rate.peak, run.optimizer.learning_rate.peak]
 
 
 def test_waves_of_one_step_in_which_nobody_is_ahead_are_every_step():
