@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shardtrain.checkpoints.paths import partial_path
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import check_whole_number, parse_json, read_text
 
 EVALUATIONS = "evaluations.json"
@@ -71,13 +72,13 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it does not have the form that is written.
+      ValueError: it does not have the form that is written; the message says how.
     """
     path = folder / EVALUATIONS
     if not path.exists():
         return None
-    body = parse_json(read_text(path, MOST_BYTES), ours=True)
     try:
+        body = parse_json(read_text(path, MOST_BYTES), ours=True)
         metric, best_is, steps = body["metric"], body["best_is"], body["steps"]
         values = {
             check_whole_number(int(step), "step", MOST_STEP): {
@@ -85,10 +86,14 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
             }
             for step, of_step in steps.items()
         }
+        if not isinstance(metric, str) or best_is not in ("lowest", "highest"):
+            raise ValueError(f"metric is {short(metric)}, and best_is {short(best_is)}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not of the form that shardtrain writes; delete it") from error
-    if not isinstance(metric, str) or best_is not in ("lowest", "highest"):
-        raise ValueError(f"{path} is not of the form that shardtrain writes; delete it")
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); it must have metric, best_is (lowest or"
+            " highest) and steps with their values. Delete it: then no step is the best until the run"
+            " evaluates the next one"
+        ) from error
     return EvaluatedSteps(metric, best_is, values)
 
 
@@ -110,9 +115,11 @@ def find_best_step(folder: Path, steps: Iterable[int]) -> int:
     """Return the best of some steps in a folder of checkpoints.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: it is not known, or the file is damaged.
     """
-    if (best := find_best_saved(folder, steps)) is None:
+    found = read_evaluations(folder)
+    best = None if found is None else found.best(steps)
+    if best is None:
         raise ValueError(
             f"{folder} has no best step: a run records it with --checkpoints.best heldout/loss; give the"
             " number of a step"

@@ -14,6 +14,7 @@ from shardtrain.checkpoints.evaluations import (
     BestStep,
     Evaluations,
     find_best_saved,
+    find_best_step,
     read_evaluations,
 )
 from shardtrain.checkpoints.manifest import write_manifest
@@ -171,8 +172,12 @@ def test_a_file_that_cannot_be_trusted_or_written_is_reported_and_ends_no_run(tm
     path = tmp_path / EVALUATIONS
     for text in ("{", "[]", '{"metric": 3, "best_is": "lowest", "steps": {}}', '{"metric": "a"}'):
         path.write_text(text)
-        with pytest.raises(ValueError):
+        with pytest.raises(
+            ValueError, match=r"evaluations.json is damaged \(.*; it must have metric, best_is"
+        ):
             read_evaluations(tmp_path)
+        with pytest.raises(ValueError, match="Delete it: then no step is the best until"):
+            find_best_step(tmp_path, [1])
         assert find_best_saved(tmp_path, [1]) is None
         warnings: list[str] = []
         Evaluations(tmp_path, POLICY, warnings.append)
@@ -210,6 +215,10 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("kept: 20, 50\n")
     assert steps(folder) == [20, 50]
     assert find_best_saved(folder, [20, 50]) == BestStep(20, "heldout/loss", 1.0)
+    (folder / EVALUATIONS).write_text("{")
+    with pytest.raises(ValueError, match=r"evaluations.json is damaged"):
+        main(["prune", str(tmp_path), "--keep", "1"])
+    assert steps(folder) == [20, 50]
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])
