@@ -128,6 +128,12 @@ def test_one_that_goes_back_to_an_earlier_checkpoint_forgets_values_once_it_has_
     found.revoke(lambda names: names)
     assert found.discover().step == 10
     assert written(tmp_path) == {10: 3.0}
+    # values that it read before another one went back are of a past that was left
+    other = Checkpoints(tmp_path, POLICY, report=pytest.fail)
+    found.evaluated(10, {"heldout/loss": 4.0})
+    other.set_writer("b", lambda: True)
+    other.revoke(lambda names: names)
+    assert written(tmp_path) == {10: 4.0}
 
 
 def test_what_comes_after_the_step_from_which_a_run_continues_is_forgotten(tmp_path):

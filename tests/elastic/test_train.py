@@ -436,6 +436,25 @@ def test_a_loss_that_is_not_finite_is_explained_by_the_rows_of_all_batches_of_it
     assert _Loop._explain(loop, 4) == ""
 
 
+def test_a_new_chief_takes_over_before_it_writes_and_saves_the_best_step_only_if_it_is_not_there(tmp_path):
+    run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
+    elastic: Any = ElasticRun(run, tmp_path, *(None,) * 3)  # type: ignore[arg-type]
+    founded = found_epoch(1, Peer(name="a", address=""), 0, 2)
+    RunFiles(tmp_path / "elastic").propose(1, json.dumps(to_json(founded)).encode())
+    elastic._island = SimpleNamespace(outcome="", member=SimpleNamespace(is_chief=True, number=1))
+    steps, saved = [elastic._done], []
+    own = SimpleNamespace(revoke=lambda select: saved.append(elastic.may_write()), steps=lambda: steps)
+    elastic._checkpoints = SimpleNamespace(checkpoints=own)
+    elastic.save_if_best = lambda: saved.append("best")
+    assert elastic.is_chief()
+    assert not elastic.may_write()
+    elastic.revoke(1)
+    assert saved == [True]
+    steps.clear()
+    elastic.revoke(1)
+    assert saved == [True, True, "best"]
+
+
 def test_the_slots_of_all_members_can_be_sent():
     assert Elastic(islands="1..4", batch="members", slots=1024).slots == 1024
     for batch, allowed in (("members", "1 to 1024"), ("fixed", "4 to 4096")):
