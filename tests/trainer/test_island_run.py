@@ -3,7 +3,7 @@
 import io
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
@@ -59,13 +59,14 @@ def test_rows_follow_the_speed_where_islands_differ(other):
 
 
 def test_the_rate_of_islands_that_come_and_go_is_scaled_in_each_step_and_not_by_the_mesh_too():
-    run = replace(RUN, optimizer=Optimizer(), scaling=Scaling(rate="linear"))
-    output: Any = SimpleNamespace(note=lambda line: None)
-    peaks = [
-        make_island_run(replace(run, elastic=elastic), Coordination(), output).optimizer.learning_rate.peak
+    optimizer, output = Optimizer(), cast(Any, SimpleNamespace(note=lambda line: None))
+    run = replace(RUN, optimizer=optimizer, scaling=Scaling(rate="linear"))
+    scaled: list[Any] = [
+        make_island_run(replace(run, elastic=elastic), Coordination(), output).optimizer
         for elastic in (Elastic(), Elastic(islands="1..4", batch="members"))
     ]
-    assert peaks == [8 * run.optimizer.learning_rate.peak, run.optimizer.learning_rate.peak]
+    assert scaled[0].learning_rate.peak == 8 * optimizer.learning_rate.peak
+    assert scaled[1] == optimizer
 
 
 def test_waves_of_one_step_in_which_nobody_is_ahead_are_every_step():
