@@ -131,8 +131,7 @@ def find_loss_problems(expected: LossFacts) -> list[str]:
       A message for each mistake, with the correct result.
     """
     outputs = [x for x in jax.tree.leaves(expected.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-    num_rows = len(next(iter(expected.rows.values())))
-    if num_rows != 2 or any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
+    if any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
         return []
     if expected.known:
         # a loss of this library returns sums
