@@ -329,10 +329,9 @@ class _Loop:
         """Return the problems of this process's rows in the data of a step; "" if there are none."""
         prepared, elastic = self.prepared, self.prepared.elastic
         if elastic is None:
-            return "; ".join(
-                find_class_problems(prepared.expected, prepared.feed.load(step - self.first_step - 1))
-            )
-        batches = elastic.load_batches(step)
+            batches = [prepared.feed.load(step - self.first_step - 1)]
+        else:
+            batches = elastic.load_batches(step)
         problems = [
             f"batch {number} of {len(batches)}: {problem}" if len(batches) > 1 else problem
             for number, batch in enumerate(batches, 1)
