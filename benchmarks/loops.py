@@ -224,7 +224,7 @@ class _NoCheckpoints:
     def complete(self, by_all: int | None) -> int | None:
         return None
 
-    def is_best(self, values: Any) -> bool:
+    def is_best(self, step: int) -> bool:
         return False
 
     def evaluated(self, *_: Any) -> None:

@@ -63,7 +63,7 @@ COMMANDS = {
     "train tiny.py –mesh data=2": "'–mesh' | is no hyphen; write --mesh",  # noqa: RUF001
     "inspect tiny.py —devices=8": "is no hyphen; write --devices=8",
     "train dict.py": "gave dict {'batch': 3} | must return a shardtrain.Run",
-    "inspect tiny.py --mesh tensor=9999999999999999": "'tensor=9999999999999999' is not AXIS=NUMBER",
+    "inspect tiny.py --mesh tensor=9999999999999999": "axis 'tensor' has size | allowed: at most 16777216",
     "inspect tiny.py --mesh data=1 --devices 1e10": "--devices | '1e10'",
     "inspect tiny.py --mesh data=1 --timeline x.doc": "x.doc | .svg or .png: use x.svg",
     "inspect tiny.py --mesh data=1 --compile v100": "'v100' (did you mean 'h100' or 'a100'?)",

@@ -101,16 +101,19 @@ class Checkpoints:
             name: name of this process, which no other one ever has.
             may_finish: asked, in the background, after a step is written and before it gets its name; if
                 False, the save fails. Another process must take over only after this would return False.
+                Without it held-out values are only remembered.
         """
         self._folders.writer, self._saver.may_finish = name, may_finish
+        self._folders.evaluations.set_writer(name, may_finish)
 
     def revoke(self, select: Callable[[set[str]], set[str]]) -> None:
-        """Take over from other processes: no save that they have begun can become a checkpoint any more.
+        """Take over from other processes, which can finish no save any more, with the values of their steps.
 
         Args:
             select: names of processes with unfinished saves -> those from whom this one takes over.
         """
         revoke_unfinished(self.folder, self._folders.writer, select)
+        self._folders.evaluations.take_over()
 
     def latest(self) -> int | None:
         """Return the newest step of which this part is finished, or None; call `wait` to finish a save."""
@@ -165,12 +168,12 @@ class Checkpoints:
         """
         self._saver.confirm(step)
 
-    def is_best(self, values: Mapping[str, float]) -> bool:
-        """Return whether held-out values are better than those of every saved step, by `policy.best`."""
-        return self._folders.evaluations.is_best(values)
+    def is_best(self, step: int) -> bool:
+        """Return whether the step that was evaluated last is better than every saved one, see the policy."""
+        return self._folders.evaluations.is_best(step)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the held-out values of a saved or pending step; the best step is kept."""
+        """Record the held-out values of a step; the best saved step is kept."""
         self._folders.evaluations.add(step, values, self._folders.steps_of_all())
 
     def forget_evaluations(self) -> None:

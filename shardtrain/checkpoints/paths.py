@@ -29,7 +29,7 @@ PARTIAL = ".partial"
 _STEP = "step_"
 _NAME = re.compile(r"step_([0-9]{1,15})(?:\.part-([0-9]{1,5})-of-([0-9]{1,5}))?")
 _BY = ".by-"
-"""In the name of a partial folder: before the name of the writer, if several processes may save the run."""
+"""In the name of what is being written, before the name of the writer if several processes may save a run."""
 
 
 def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
@@ -49,8 +49,12 @@ def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE, writer: st
         >>> partial_folder(Path("runs"), 20, writer="a").name
         'step_00000020.by-a.partial'
     """
-    by = f"{_BY}{writer}" if writer else ""
-    return folder / f"{step_folder(folder, step, part).name}{by}{PARTIAL}"
+    return partial_path(step_folder(folder, step, part), writer)
+
+
+def partial_path(final: Path, writer: str) -> Path:
+    """Return the path under which a writer, or "" for the only one, writes what gets a final path."""
+    return final.with_name(f"{final.name}{_BY if writer else ''}{writer}{PARTIAL}")
 
 
 def find_finished_steps(folder: Path) -> dict[int, dict[WriterPart, Path]]:
@@ -100,9 +104,10 @@ def partial_folders(folder: Path, writer: str = "") -> list[Path]:
 
 
 def revoke_unfinished(folder: Path, writer: str, select: Callable[[set[str]], set[str]]) -> None:
-    """Delete what some writers have not finished; none of it can become a checkpoint after this.
+    """Delete what some writers have not finished; none of it can get its final name after this.
 
-    A save becomes a checkpoint by the renaming of its folder, which fails if the folder is gone.
+    A save becomes a checkpoint by the renaming of its folder, which fails if the folder is gone. So does the
+    file of evaluations.
 
     Args:
         folder: folder of the checkpoints.
@@ -111,8 +116,9 @@ def revoke_unfinished(folder: Path, writer: str, select: Callable[[set[str]], se
     """
     if folder.exists():
         os.utime(folder)  # a network file system then lists what its server has
-    found = {path: path.name.removesuffix(PARTIAL).partition(_BY)[2] for path in partial_folders(folder)}
-    revoked = select(set(found.values()) - {"", writer})
+    unfinished = folder.glob(f"*{_BY}*{PARTIAL}")
+    found = {path: path.name.removesuffix(PARTIAL).partition(_BY)[2] for path in unfinished}
+    revoked = select(set(found.values()) - {writer})
     take_away([path for path, by in found.items() if by in revoked], folder / f".old.{writer}")
 
 

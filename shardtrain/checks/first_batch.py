@@ -17,7 +17,7 @@ from shardtrain.functional.loss import CLASSES, Loss, Regularized
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.traced_loss import ONE, loss_count
+from shardtrain.functional.traced_loss import ONE, loss_count, trace_few_rows
 from shardtrain.system.xla_flags import quick_options
 
 MOST_ELEMENTS = 1 << 24
@@ -38,8 +38,8 @@ class LossFacts(NamedTuple):
       apply: (params, model_state, key, *inputs) -> the outputs of the whole model in evaluation mode; always
         the same function, so that jax traces it once for all inputs of the same shapes.
       abstract: the shapes and dtypes of its (params, model_state).
-      outputs: the shapes and dtypes of its outputs for two rows.
-      rows: two rows of a batch, on the host.
+      outputs: the shapes and dtypes of its outputs for the rows.
+      rows: two rows of a batch, on the host; all of them if the loss or the model cannot take two.
       vocab: number of tokens in the model's vocabulary; None if it is not known.
       metrics: names of the metrics that the loss returns in addition to its sum and count.
       count: () -> the count of the loss in the whole batch; None if it depends on what the model computes.
@@ -94,26 +94,28 @@ def make_loss_facts(
       ValueError: the loss does not return (sum, count), or the model cannot read the samples.
       UserCodeFailed: the model or the loss raised.
     """
-    last = len(next(iter(batch.values()))) - 1
-    rows = {name: np.asarray(x)[[0, min(1, last)]] for name, x in batch.items()}
     abstract = jax.eval_shape(model.init, new_key(0))
 
     def evaluate(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
         return model.apply(params, model_state, key, False, *inputs)[0]
 
-    found = LossFacts(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
-    outputs: list[Any] = []
+    found = LossFacts(loss, evaluate, abstract, None, {}, vocab if type(vocab) is int else None)
 
-    def apply(*inputs: Any) -> Any:
-        shapes = found.find_outputs(inputs)
-        outputs.append(plain(shapes))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def trace(num_rows: int) -> LossFacts:
+        rows = {name: np.asarray(x)[np.arange(num_rows) % len(x)] for name, x in batch.items()}
+        outputs: list[Any] = []
 
-    with jax.sharding.use_abstract_mesh(ONE):
-        _, _, metrics = jax.eval_shape(lambda batch: sum_loss(loss, apply, batch), rows)
-    return found._replace(
-        outputs=outputs, metrics=tuple(metrics), count=lambda: loss_count(model, loss, batch)
-    )
+        def apply(*inputs: Any) -> Any:
+            shapes = found.find_outputs(inputs)
+            outputs.append(plain(shapes))
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        with jax.sharding.use_abstract_mesh(ONE):
+            _, _, metrics = jax.eval_shape(lambda batch: sum_loss(loss, apply, batch), rows)
+        return found._replace(outputs=outputs, rows=rows, metrics=tuple(metrics))
+
+    traced, _ = trace_few_rows(trace, len(next(iter(batch.values()))))
+    return traced._replace(count=lambda: loss_count(model, loss, batch))
 
 
 def find_loss_problems(expected: LossFacts) -> list[str]:

@@ -22,7 +22,7 @@ from shardtrain.checks.row_positions import (
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS, SPLIT, Draw, Draws
-from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.functional.traced_loss import trace_few_rows, trace_loss
 from shardtrain.jaxpr.equations import (
     CALLS,
     find_difference,
@@ -235,12 +235,20 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
       batch: arrays or shapes of any number of rows.
       train: whether to trace the loss of training; False means that of held-out data.
     """
-    few = trace_loss(model, loss, batch, ROWS[0], train)
+    few, num_rows = trace_few_rows(
+        lambda number: trace_loss(model, loss, batch, number, train), next(iter(batch.values())).shape[0]
+    )
     equations = list_equations(few)
     # `fold_in` and `seed` alone draw nothing
     draws = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
     if not any(each.equation.primitive.name in draws for each in equations):
         return RowDraws()
+    if num_rows != ROWS[0]:
+        problem = (
+            f"the loss or the model cannot take {ROWS[0]} rows, so its draws cannot be followed; let it take"
+            " any number of rows, or draw nothing"
+        )
+        return RowDraws(problems=(problem,))
     many = trace_loss(model, loss, batch, ROWS[1], train)
     if line := find_difference(equations, list_equations(many)):
         where = "the model" if line == "?" else line

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.evaluations import find_best_saved, read_evaluations
 from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
 from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
@@ -169,9 +169,10 @@ def _prune_steps(
     # steps that the policy counts: the whole ones, and older ones that miss no part
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(select_steps_to_delete(policy, [each.step for each in counted]))
-    # the best step stays, as in a run that keeps it
-    if (best := find_best_saved(checkpoints.folder, [each.step for each in counted])) is not None:
-        old.discard(best.step)
+    # the best step stays, as in a run that keeps it; a damaged file might have named any step
+    evaluations = read_evaluations(checkpoints.folder)
+    best = None if evaluations is None else evaluations.best([each.step for each in counted])
+    old -= set() if best is None else {best.step}
     freed = 0
     for reader in found:
         if reader.step > whole[0].step or (reader in whole) or (reader in counted and reader.step not in old):

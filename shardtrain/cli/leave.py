@@ -8,12 +8,14 @@ from typing import Annotated
 
 import tyro
 
+from shardtrain.checkpoints.paths import CHECKPOINTS, find_finished_steps
 from shardtrain.cli.arguments import parse_words
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import near
 from shardtrain.system import terminal
+from shardtrain.system.excerpts import short
 
 SILENT_SECONDS = 10.0
 """An island that shows no sign of life for longer may be gone; a living one shows one every second."""
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     """Ask an island to leave: it finishes its step, and the others repeat nothing; return 0.
 
     Raises:
-      ValueError: the folder has no elastic run, or the run has no such island.
+      ValueError: the folder has no elastic run, or the run has no such island, or is done.
     """
     options = parse_words(
         Options,
@@ -52,6 +54,11 @@ def main(arguments: Sequence[str]) -> int:
             f"{options.run_folder} has no run of elastic islands, which has files {folder}/epochs/N.json;"
             " give the --run-dir of a run with --elastic"
         )
+    if text := _find_end(options.run_folder, files, epochs[-1]):
+        if options.island is not None:
+            raise ValueError(f"there is no island {short(options.island)}: {text}")
+        terminal.out(f"{text}\n")
+        return 0
     if options.island is None:
         names = epochs[-1].names
         for name in names:
@@ -80,6 +87,19 @@ def find_member(text: str, epochs: Sequence[Epoch]) -> str:
         if gone := [name for name in before.names if name.startswith(text)]:
             raise ValueError(f"{gone[0]} is not in the run any more, since epoch {after.number}: {after.why}")
     raise ValueError(f"there is no island {near(text, names)}")
+
+
+def _find_end(run_folder: Path, files: RunFiles, newest: Epoch) -> str:
+    """Return how a run has ended; "" if it has islands, or all of them were lost."""
+    saved = [
+        *find_finished_steps(run_folder / CHECKPOINTS),
+        *(each.step for each in files.list_checkpoints()),
+    ]
+    if 0 < newest.num_steps <= max(saved, default=0):
+        return f"the run is done: its {newest.num_steps} steps are saved, and it has no islands any more"
+    if newest.stops:
+        return f"the run was stopped after step {newest.step}; an island that is started now continues it"
+    return ""
 
 
 def _format_silence(files: RunFiles, name: str) -> str:

@@ -275,8 +275,12 @@ def check_tokens(tokens: np.ndarray, vocab: int, place: Callable[[int], str]) ->
     """
     if (found := find_outside(tokens, vocab)) is not None:
         token = int(tokens.ravel()[found])
-        change = f"set vocab (vocab_size of a corpus) to {token + 1} or more"
+        if token < 0:
+            raise ValueError(
+                f"{place(found)}, is {token}, and tokens are numbers from 0 to {vocab - 1}; write the file"
+                " again without it"
+            )
         raise ValueError(
-            f"{place(found)}, is {token}, which is not below vocab {vocab};"
-            f" {change if token > 0 else 'write the file again'}"
+            f"{place(found)}, is {token}, which is not below vocab {vocab}; set vocab (vocab_size of a"
+            f" corpus) to {token + 1} or more"
         )

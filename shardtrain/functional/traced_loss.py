@@ -1,12 +1,13 @@
 """Trace a model's loss for a few rows on one device. Next: `checks/`, which reads the program."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
+from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
@@ -16,6 +17,30 @@ from shardtrain.jaxpr.forward import evaluate, prune
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 """A mesh with axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
+
+
+Traced = TypeVar("Traced")
+
+
+def trace_few_rows(trace: Callable[[int], Traced], most: int) -> tuple[Traced, int]:
+    """Trace two rows, or more if the loss or the model cannot take two, as one of groups of four rows.
+
+    Args:
+      trace: number of rows -> what was traced.
+      most: the other number of rows to try, such as those of a batch.
+
+    Returns:
+      What was traced, and of how many rows.
+
+    Raises:
+      Exception: `trace` raised it for both numbers.
+    """
+    try:
+        return trace(2), 2
+    except (UserCodeFailed, TypeError, ValueError):
+        if most <= 2:
+            raise
+    return trace(most), most
 
 
 def trace_loss(

@@ -256,7 +256,8 @@ def read_cluster(path: Path) -> Cluster:
         try:
             kinds.append(_parse_kind(table))
         except ValueError as error:
-            problems.append(f"[[islands]] {number}: {error}")
+            name = f" (kind {short(table['kind'])})" if "kind" in table else ""
+            problems.append(f"[[islands]] {number}{name}: {error}")
     refuse(f"{path} cannot be read", problems)
     try:
         return Cluster(islands=tuple(kinds), **others)

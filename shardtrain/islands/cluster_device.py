@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 
+ABOVE_ZERO = {
+    "teraflops": "such as 300, or leave it out for that of the named device",
+    "memory_gb": "such as 80, or leave it out for that of the named device",
+    "memory_gb_per_second": "such as 2000, or leave it out for that of the named device",
+    "link_gb_per_second": "such as 300, or leave it out if links cause no delay",
+    "node_link_gb_per_second": "such as 25, or leave it out if the devices are in one node",
+    "watts": "such as 400, or leave it out if it is not known",
+}
+"""Name of a value that must be above 0 -> an example, and what to do without it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterDevice:
@@ -47,9 +57,8 @@ class ClusterDevice:
     def __post_init__(self) -> None:
         problems = wrong_types(self)
         if not problems:
-            for name in ("teraflops", "memory_gb", "memory_gb_per_second", "link_gb_per_second"):
+            for name in ABOVE_ZERO:
                 problems += self._not_above_zero(name)
-            problems += self._not_above_zero("node_link_gb_per_second") + self._not_above_zero("watts")
             problems += [
                 f"{name} is {value}; use 0 or more"
                 for name in ("kernel_us", "latency_us", "price_per_hour")
@@ -65,4 +74,4 @@ class ClusterDevice:
         value = getattr(self, name)
         if value is None or 0 < value < math.inf:
             return []
-        return [f"{name} is {value}; use a number above 0"]
+        return [f"{name} is {value}; use a number above 0, {ABOVE_ZERO[name]}"]

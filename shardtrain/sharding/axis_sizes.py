@@ -11,7 +11,8 @@ from shardtrain import axes
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.excerpts import short
 
-MOST_DEVICES = 1 << 24
+MOST_DEVICES, MOST_DIGITS = 1 << 24, 15
+"""Largest size of an axis, and most characters of a size that are read as a number."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -27,8 +28,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     problems = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not re.fullmatch("-?[0-9]{1,9}", size):
+        if not equals or not re.fullmatch("-?[0-9]+", size):
             problems.append(f"{short(part)} is not AXIS=NUMBER, as in data=2")
+        elif len(size) > MOST_DIGITS:
+            problems.append(_format_too_large(axis, size))
         elif axis in sizes:
             problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}; give it once")
         else:
@@ -47,11 +50,18 @@ def find_mesh_problems(mesh: Mapping[str, int]) -> list[str]:
                 f"axis {axis!r} has size {short(size)}; allowed: a whole number from 1, or -1 (the rest)"
             )
         elif size > MOST_DEVICES:
-            problems.append(f"axis {axis!r} has size {short(size)}; allowed: at most {MOST_DEVICES}")
+            problems.append(_format_too_large(axis, size))
     rest = [axis for axis, size in mesh.items() if size == -1]
     if len(rest) > 1:
         problems.append(f"axes {rest} are all -1; at most one can be the rest")
     return problems
+
+
+def _format_too_large(axis: str, size: int | str) -> str:
+    return (
+        f"axis {axis!r} has size {short(size)}; allowed: at most {MOST_DEVICES}; give the number of devices"
+        " of this axis, or -1 for all that the others leave"
+    )
 
 
 def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:

@@ -124,18 +124,20 @@ def create_file(path: Path, content: bytes, mode: int = READABLE) -> bool:
         part.unlink(missing_ok=True)
 
 
-def take_away(folders: Iterable[Path], own: Path) -> None:
-    """Delete folders that other processes may be about to rename: each is whole or gone for them.
+def take_away(paths: Iterable[Path], own: Path) -> None:
+    """Delete files and folders that other processes may be about to rename: each is whole or gone for them.
 
     Args:
-      folders: the folders; one that is gone already is skipped.
+      paths: the files and folders; one that is gone already is skipped.
       own: the beginning of a path in the same file system that no other process uses.
     """
-    for each in folders:
+    for each in paths:
         # a name of its own: a file system may keep files of what was deleted before
         place = own.with_name(f"{own.name}.{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             each.rename(place)
+            if place.is_file():
+                place.unlink()
         shutil.rmtree(place, ignore_errors=True)
 
 

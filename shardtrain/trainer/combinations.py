@@ -100,7 +100,6 @@ REFUSALS = (
     Refusal("elastic", "gradient_noise_scale", "--gradient-noise-scale (leave it out)"),
     Refusal("elastic", "nonfinite", "--nonfinite {value} (use skip or stop)", "roll_back"),
     Refusal("elastic", "recovery.spike", "--recovery.spike, which rolls back (leave it out)"),
-    Refusal("elastic", "checkpoints.best", "--checkpoints.best (use --checkpoints.keep)"),
     Refusal("elastic", "checkpoints.fast", "--checkpoints.fast (other islands do not see it)"),
 )
 """All that an option and the kind of a run decide, without the model."""

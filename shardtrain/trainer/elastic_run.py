@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import visible_readers
+from shardtrain.data import Batch as HostBatch
 from shardtrain.data import Batches, Loader, Position
 from shardtrain.elastic.command_file import write_command
 from shardtrain.elastic.engine import Wish
@@ -51,7 +52,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import LONG_SECONDS
 from shardtrain.trainer.resume import StartPoint, find_parameters, leave_out_base
 from shardtrain.trainer.run_checkpoints import WALL_SECONDS, RunCheckpoints
-from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.setup import FIRST_POSITION, RunSetup
 from shardtrain.trainer.synchronisation import compute_fingerprints
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class ElasticRun:
       stage: what the stage of this process computes; None if the process has the whole model.
       asked: returns what asks this process to leave, see `StopSignals.asked`.
       save_state: saves the state after the newest step, as the loop does it.
+      save_if_best: saves it if its evaluation is better than those of all saved steps.
       write_kept_lines: writes the lines of metrics that this island has kept, if it is the chief now.
       command: the words after `shardtrain train`, for islands that `launch --join` starts; () if not known.
       watched: number of steps done and metrics, of steps that this island has watched before it joined: the
@@ -113,7 +115,10 @@ class ElasticRun:
         self, run: Run, folder: Path, setup: RunSetup, batches: Batches, output: RunConsole, group: Group
     ) -> None:
         self._group, self.leads, self._told = group, group.leads, Standing("", 0, True, "", 0)
-        group.actions |= {"restore": self._restore_arrays, "save": self._save_arrays}
+        group.actions |= {
+            "set writer": self._set_writer, "take over": self._take_over,
+            "restore": self._restore_arrays, "save": self._save_arrays,
+        }  # fmt: skip
         self.stage: StageCompute | None = None
         self._run, self._folder, self._setup, self._batches = run, folder, setup, batches
         assert run.elastic.slots is not None
@@ -123,9 +128,11 @@ class ElasticRun:
         self._saved_seconds = time.monotonic()
         self.asked: Callable[[], int] = lambda: 0
         self.save_state: Callable[[], object] = lambda: None
+        self.save_if_best: Callable[[], object] = lambda: None
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
-        self._was_chief, self._asked_others = False, 0
+        self._was_chief = self._has_taken_over = False
+        self._asked_others = 0
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -169,11 +176,17 @@ class ElasticRun:
         return self._standing.is_chief
 
     def may_save(self) -> bool:
-        """Return whether this island is the chief by the run folder too, which one that slept did not see."""
+        """Return whether this island has taken over, and is the chief by the run folder too.
+
+        One that slept does not know of a newer chief.
+        """
+        if not (self._has_taken_over and self.is_chief()):
+            return False
+        newest = self._files.newest()
         if self.leads:
-            return self.is_chief() and self._files.newest() == self.island.member.number
+            return newest == self.island.member.number
         # who is the chief of an epoch was that of all before since it joined
-        return self.is_chief() and read_epoch(self._files, self._files.newest()).names[0] == self.name
+        return read_epoch(self._files, newest).names[0] == self.name
 
     def may_write(self) -> bool:
         """Return whether this process writes what is not an array for all."""
@@ -212,9 +225,6 @@ class ElasticRun:
             whole = NamedSharding(self._setup.mesh, PartitionSpec()) if self.stage is None else None
             trained = GroupProgram(self._group, trained, whole)
         is_over, self._done = self._lead(lambda: self._join(trained))
-        # parts of one save have this in common
-        checkpoints.checkpoints.save_id = self.name
-        checkpoints.checkpoints.set_writer(self.name, self.may_save)
         self._output.release(self.is_chief() and self.leads, self.name)
         if is_over and self.outcome != "stopped":
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
@@ -242,7 +252,7 @@ class ElasticRun:
         """Make the island, and wait until it is a member; return whether it is over, and the steps done."""
         self._island = island = self._make_island(trained)
         name = island.member.me.name
-        self._checkpoints.checkpoints.set_writer(name, self.may_save)
+        self._group.ask("set writer", name)
         device = self._setup.mesh.devices.flat[0]
         processes = 1 if self._group.channel is None else self._group.channel.size
         own = {
@@ -317,6 +327,17 @@ class ElasticRun:
         # what follows the last exchange is done before the first of the local steps
         return (island.advance() if is_last else island.join()) is None
 
+    def load_batches(self, step: int) -> list[HostBatch]:
+        """Load the batches of a committed step again, or those of all steps since the exchange before it.
+
+        Args:
+          step: number of steps done after it.
+        """
+        # a step is of the newest epoch that begins at it or before it, see `ledger.py`
+        epoch = next(each for each in reversed(list_epochs(self._files)) if each.step < step)
+        numbers = epoch.find_batches(step - 1) or range(step - self._every, step)
+        return [self._batches.load(self._batches.advance(FIRST_POSITION, each)) for each in numbers]
+
     def finish(self) -> State:
         """Wait until all islands know that the run ends; return the last state."""
 
@@ -376,7 +397,19 @@ class ElasticRun:
 
     def revoke(self, number: int) -> None:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
-        self._checkpoints.checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
+        checkpoints = self._checkpoints.checkpoints
+        checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
+        self._group.ask("take over", self._standing, self._done in checkpoints.steps())
+
+    def _take_over(self, standing: Sequence[Any], is_saved: bool) -> None:
+        """Do what each process of a new chief does."""
+        self._told, self._has_taken_over = Standing(*standing), True
+        if not self.leads:
+            # the values of evaluations; the first process has ended what was not finished
+            self._checkpoints.checkpoints.revoke(lambda names: set())
+        # the chief before may have been lost after an evaluation, before it saved its step
+        if not is_saved:
+            self.save_if_best()
 
     def restore(self) -> bool:
         """Set the program's state to the newest checkpoint, or to the state before the first step."""
@@ -404,17 +437,26 @@ class ElasticRun:
         self._program.state, self._extra = start.state, start.extra
         return start
 
+    def _set_writer(self, name: str) -> None:
+        checkpoints = self._checkpoints.checkpoints
+        checkpoints.set_writer(name, self.may_save)
+        # parts of one save have this in common
+        checkpoints.save_id = name
+
     def save(self, step: int, *, is_last: bool) -> bool:
         """Save the state after a step; return False if members changed meanwhile."""
         if not self.may_write():
             return False
-        self._saved_seconds = time.monotonic()
         self._group.ask("save", self._standing, is_last)
         return True
 
     def _save_arrays(self, standing: Sequence[Any], is_last: bool) -> None:
-        """Save the arrays of this process; all of the island do."""
         self._told = Standing(*standing)
+        self.save_arrays(is_last=is_last)
+
+    def save_arrays(self, *, is_last: bool = False) -> None:
+        """Save the arrays of this process after the newest step; all of the island do."""
+        self._saved_seconds = time.monotonic()
         self._show()
         # a run that continues from it does not repeat its steps
         self.write_kept_lines()

@@ -23,7 +23,7 @@ from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
-from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.functional.traced_loss import trace_few_rows, trace_loss
 from shardtrain.jaxpr.equations import list_equations
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -32,7 +32,7 @@ from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.placement import Placement, init_state, make_placement
 from shardtrain.train_step.state import order_stage_blocks
 from shardtrain.trainer.config import Run, parse_checked_rows
-from shardtrain.trainer.setup import RunSetup, load_first_rows
+from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, count_parts, load_first_rows
 
 _COVERED = """
     abs add add_any and argmax argmin asin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil
@@ -77,7 +77,14 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     rows_of_device = parse_checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.grid is not None:
         return
-    program = trace_loss(setup.whole_model, run.loss, load_first_rows(batches, 1), 2)
+    shapes = load_first_rows(batches, 1)
+    num_parts = count_parts(run, setup.mesh, 1) * (run.elastic.slots or 1)
+    program, num_rows = trace_few_rows(
+        lambda number: trace_loss(setup.whole_model, run.loss, shapes, number),
+        batches.num_rows(FIRST_POSITION) // num_parts,
+    )
+    # a loss of groups of rows takes as many as in the run
+    rows_of_device = rows_of_device if num_rows == 2 else num_rows
     traced = [each.equation for each in list_equations(program)]
     unusual = sorted({equation.primitive.name for equation in traced} - COVERED)
     if not (asked or unusual):

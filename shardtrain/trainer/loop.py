@@ -83,6 +83,7 @@ class _Loop:
         self.saving: int | None = None
         if self.prepared.elastic is not None:
             self.prepared.elastic.save_state = self._save_written
+            self.prepared.elastic.save_if_best = self._save_if_best
             # the steps that this island watched before it joined, with the evaluation of the last one
             watched = self.prepared.elastic.watched
             for step, metrics in watched:
@@ -91,6 +92,7 @@ class _Loop:
             self.log.catch_up(keep_newest=evaluates)
             if evaluates:
                 self._evaluate_newest()
+                self._save_if_best()
 
     def _is_evaluated(self) -> bool:
         every = round_evaluation_interval(self.run)
@@ -117,7 +119,8 @@ class _Loop:
             if result.save and not (never_trained and not self._has_any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                self._save_if_best(self._evaluate_newest())
+                self._evaluate_newest()
+                self._save_if_best()
             if result.stop:
                 self.stop.record_agreement(result.stop)
                 break
@@ -203,25 +206,28 @@ class _Loop:
             self._synchronise()
             self._save(self.log.unlogged)
 
-    def _evaluate_newest(self) -> dict[str, float]:
+    def _evaluate_newest(self) -> None:
         with self.session.untimed(), _evaluating(self.session):
-            return self.log.evaluate(self._evaluate, self.state)
+            self.log.evaluate(self._evaluate, self.state)
 
     def _evaluate(self, state: State) -> dict[str, float]:
-        """Evaluate a step, and record its values before its line is written, if it is saved."""
+        """Evaluate a step, and record its values before its line is written."""
         heldout = self.session.evaluate(state)
-        if self.saving == self.done:
-            self.checkpoints.evaluated(self.done, heldout)
+        self.checkpoints.evaluated(self.done, heldout)
         return heldout
 
-    def _save_if_best(self, heldout: Mapping[str, float]) -> None:
+    def _save_if_best(self) -> None:
         """Save a step that is not saved yet, if its evaluation is better than those of all saved steps."""
-        # a last step that is not saved by now was never trained
+        # a last step that is not saved by now was never trained, or islands that come and go save it soon
         if self.run.checkpoints.best is None or self.done in (self.saving, self.last_step):
             return
-        if self._any_rank("a better evaluation", self.checkpoints.is_best(heldout)):
-            self._save_and_continue()
-            self.checkpoints.evaluated(self.done, heldout)
+        elastic = self.prepared.elastic
+        is_better = self.checkpoints.is_best(self.done) and (elastic is None or elastic.may_save())
+        if self._any_rank("a better evaluation", is_better):
+            if elastic is None:
+                self._save_and_continue()
+            else:
+                elastic.save_arrays()
 
     def finish(self) -> None:
         """Write the last metrics, check the segment for faults, and save its last step.
@@ -324,11 +330,18 @@ class _Loop:
         return self.prepared.coordination.any_rank(question, answer)
 
     def _explain(self, step: int) -> str:
-        """Return the problems of this process's rows in the batch of a step; "" if there are none."""
-        if self.run.elastic.grows:
-            return ""  # it has several batches
-        batch = self.prepared.feed.load(step - self.first_step - 1)
-        return "; ".join(find_class_problems(self.prepared.expected, batch))
+        """Return the problems of this process's rows in the data of a step; "" if there are none."""
+        prepared, elastic = self.prepared, self.prepared.elastic
+        if elastic is None:
+            batches = [prepared.feed.load(step - self.first_step - 1)]
+        else:
+            batches = elastic.load_batches(step)
+        problems = [
+            f"batch {number} of {len(batches)}: {problem}" if len(batches) > 1 else problem
+            for number, batch in enumerate(batches, 1)
+            for problem in find_class_problems(prepared.expected, batch)
+        ]
+        return "; ".join(problems)
 
 
 def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_logged: bool) -> None:

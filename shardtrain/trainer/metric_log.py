@@ -81,8 +81,8 @@ class MetricLog:
             self._unlogged_step = self._pending[0][0]
             self._read(keep=True)
 
-    def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> dict[str, float]:
-        """Evaluate the newest step, write its line with the held-out values, and return the values."""
+    def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
+        """Evaluate the newest step, and write its line with the held-out values."""
         start_seconds = time.monotonic()
         heldout = evaluate(state)
         seconds = time.monotonic() - start_seconds
@@ -92,7 +92,6 @@ class MetricLog:
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
         self._session.hooks.evaluation(self._unlogged_step, heldout)
         self.unlogged = None
-        return heldout
 
     def finish(self) -> None:
         """Read and write the remaining metrics; the last step is always written."""

@@ -218,8 +218,8 @@ class PreparedRun:
         """Load the first batch, and check that the run learns from it and evaluates its best metric."""
         run, model = self.run, self.setup.whole_model
         first = loader.batches.load(FIRST_POSITION)
-        self.expected = make_loss_facts(model, run.loss, first, getattr(run.model, "vocab", None))
         parts = count_parts(run, self.setup.mesh, self.coordination.num_islands)
+        self.expected = make_loss_facts(model, run.loss, first, getattr(run.model, "vocab", None))
         problems, warnings = check_trace(model, run.loss, first, parts, run.strategy.accumulate)
         for text in [*warnings, *find_source_warnings(loader.batches, run)]:
             self._output.note(text)

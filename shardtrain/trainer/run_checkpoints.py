@@ -137,12 +137,12 @@ class RunCheckpoints:
                 extra = {**extra, BASE: self.base}
             self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self.origins(part))
 
-    def is_best(self, values: Mapping[str, float]) -> bool:
-        """Return whether held-out values are better than those of every step that this island saved."""
-        return self._part is not None and self.checkpoints.is_best(values)
+    def is_best(self, step: int) -> bool:
+        """Return whether the step that was evaluated last is better than all that this island saved."""
+        return self._part is not None and self.checkpoints.is_best(step)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the held-out values of a step that is saved, see `Checkpoints.evaluated`."""
+        """Record the held-out values of a step, see `Checkpoints.evaluated`."""
         if self._part is not None:
             self.checkpoints.evaluated(step, values)
 

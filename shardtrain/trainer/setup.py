@@ -22,6 +22,7 @@ from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.rng import new_key
+from shardtrain.functional.traced_loss import trace_few_rows
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import find_evaluated_params, find_missing_arguments
 from shardtrain.optim.schedules import check_rates
@@ -153,8 +154,15 @@ def make_setup(
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
     """Return the paths of the trained parameters that the loss does not depend on."""
-    rows = {name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for name, x in microbatch.items()}
-    return tuple(path for path in find_unused_parameters(model, run.loss, rows) if path not in model.frozen)
+
+    def trace(num_rows: int) -> tuple[str, ...]:
+        rows = {
+            name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in microbatch.items()
+        }
+        return find_unused_parameters(model, run.loss, rows)
+
+    unused, _ = trace_few_rows(trace, next(iter(microbatch.values())).shape[0])
+    return tuple(path for path in unused if path not in model.frozen)
 
 
 def format_unused(unused: Sequence[str], optimizer: Any) -> str:

@@ -3,15 +3,18 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardtrain.checkpoints import paths
+from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.evaluations import (
     EVALUATIONS,
     BestStep,
     Evaluations,
     find_best_saved,
+    find_best_step,
     read_evaluations,
 )
 from shardtrain.checkpoints.manifest import write_manifest
@@ -30,6 +33,12 @@ def write(folder: Path, step: int, part: WriterPart = WHOLE) -> None:
     path.mkdir(parents=True)
     (path / "data").write_text(f"{step}{part}")
     write_manifest(path, Manifest(step=step, orbax_version="", files={}, leaves={}, extra={}, part=part))
+
+
+def written(folder: Path) -> dict[int, float]:
+    found = read_evaluations(folder)
+    assert found is not None
+    return {step: values["heldout/loss"] for step, values in found.values.items() if values}
 
 
 def steps(folder: Path) -> list[int]:
@@ -57,16 +66,74 @@ def test_the_best_of_the_saved_steps_is_known_after_a_restart(tmp_path):
 
 
 def test_an_evaluation_is_the_best_where_it_is_better_than_those_of_all_saved_steps(tmp_path):
-    found = Evaluations(tmp_path, POLICY, pytest.fail)
-    assert found.is_best({"heldout/loss": 9.0})
+    def is_best(values: dict[str, float], best_is: Any = "lowest", saved: dict[int, float] = LOSSES) -> bool:
+        found = record(tmp_path, CheckpointPolicy(best="heldout/loss", best_is=best_is), saved)
+        found.add(60, values, saved)
+        return found.is_best(60)
+
+    assert is_best({"heldout/loss": 9.0}, saved={})
+    assert not is_best({"heldout/loss": 1.0})
+    assert is_best({"heldout/loss": 0.9})
+    assert not is_best({"heldout/loss": math.nan})
+    assert not is_best({"heldout/loss": -math.inf})
+    assert not is_best({})
+    assert is_best({"heldout/loss": 3.1}, "highest")
+    assert not is_best({"heldout/loss": 3.0}, "highest")
+    # one that was not saved, or is no more
     found = record(tmp_path)
-    assert not found.is_best({"heldout/loss": 1.0})
-    assert found.is_best({"heldout/loss": 0.9})
-    assert not found.is_best({"heldout/loss": math.nan})
-    assert not found.is_best({"heldout/loss": -math.inf})
-    assert not found.is_best({})
-    highest = Evaluations(tmp_path, CheckpointPolicy(best="heldout/loss", best_is="highest"), pytest.fail)
-    assert highest.is_best({"heldout/loss": 3.1})
+    found.add(60, {"heldout/loss": 2.5}, [10, 30, 50])
+    assert not found.is_best(60)
+    found.add(60, {"heldout/loss": 2.5}, [10, 50])
+    assert found.is_best(60)
+
+
+def test_a_writer_that_slept_writes_nothing_once_another_has_taken_over(tmp_path):
+    looks: list[Any] = []
+    first, second = (Checkpoints(tmp_path, POLICY, report=pytest.fail) for _ in range(2))
+    first.set_writer("a", lambda: looks.pop(0)() if looks else True)
+    second.set_writer("b", lambda: is_chief)
+    is_chief = False
+    first.evaluated(10, {"heldout/loss": 2.0})
+    for step, loss in ((10, 2.0), (20, 1.0)):
+        second.evaluated(step, {"heldout/loss": loss})
+    assert written(tmp_path) == {10: 2.0}
+
+    def sleep() -> bool:
+        nonlocal is_chief
+        is_chief = True
+        second.revoke(lambda names: names)
+        return True
+
+    # it sleeps after its last look
+    looks += [lambda: True, sleep]
+    first.evaluated(20, {"heldout/loss": 9.0})
+    assert written(tmp_path) == {10: 2.0, 20: 1.0}
+    assert second.is_best(20)
+    # or before it
+    looks += [lambda: True, lambda: False]
+    first.evaluated(20, {"heldout/loss": 9.0})
+    assert written(tmp_path) == {10: 2.0, 20: 1.0}
+    assert [path.name for path in tmp_path.iterdir()] == [EVALUATIONS]
+
+
+def test_one_that_goes_back_to_an_earlier_checkpoint_forgets_values_once_it_has_taken_over(tmp_path):
+    record(tmp_path)
+    write(tmp_path, 10)
+    is_chief = False
+    found = Checkpoints(tmp_path, POLICY, report=pytest.fail)
+    found.set_writer("a", lambda: is_chief)
+    assert found.discover().step == 10
+    assert written(tmp_path).keys() > {10, 20}
+    is_chief = True
+    found.revoke(lambda names: names)
+    assert found.discover().step == 10
+    assert written(tmp_path) == {10: 3.0}
+    # values that it read before another one went back are of a past that was left
+    other = Checkpoints(tmp_path, POLICY, report=pytest.fail)
+    found.evaluated(10, {"heldout/loss": 4.0})
+    other.set_writer("b", lambda: True)
+    other.revoke(lambda names: names)
+    assert written(tmp_path) == {10: 4.0}
 
 
 def test_what_comes_after_the_step_from_which_a_run_continues_is_forgotten(tmp_path):
@@ -111,8 +178,12 @@ def test_a_file_that_cannot_be_trusted_or_written_is_reported_and_ends_no_run(tm
     path = tmp_path / EVALUATIONS
     for text in ("{", "[]", '{"metric": 3, "best_is": "lowest", "steps": {}}', '{"metric": "a"}'):
         path.write_text(text)
-        with pytest.raises(ValueError):
+        with pytest.raises(
+            ValueError, match=r"evaluations.json is damaged \(.*; it must have metric, best_is"
+        ):
             read_evaluations(tmp_path)
+        with pytest.raises(ValueError, match="Delete it: then no step is the best until"):
+            find_best_step(tmp_path, [1])
         assert find_best_saved(tmp_path, [1]) is None
         warnings: list[str] = []
         Evaluations(tmp_path, POLICY, warnings.append)
@@ -150,6 +221,10 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("kept: 20, 50\n")
     assert steps(folder) == [20, 50]
     assert find_best_saved(folder, [20, 50]) == BestStep(20, "heldout/loss", 1.0)
+    (folder / EVALUATIONS).write_text("{")
+    with pytest.raises(ValueError, match=r"evaluations.json is damaged"):
+        main(["prune", str(tmp_path), "--keep", "1"])
+    assert steps(folder) == [20, 50]
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])

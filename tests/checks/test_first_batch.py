@@ -320,7 +320,7 @@ def loader(): return make_run(iter([1]), Path({folder!r}))
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        ("run", 1, ["    return apply(batch[\"picture\"]).sum(), 1.0", "KeyError: 'picture'", "the loss loss, given a batch of 'image' float32 (2, 4), 'label' int32 (2,), 'weights' float32 (2,), raised KeyError: 'picture'"]),
+        ("run", 1, ["    return apply(batch[\"picture\"]).sum(), 1.0", "KeyError: 'picture'", "the loss loss, given a batch of 'image' float32 (8, 4), 'label' int32 (8,), 'weights' float32 (8,), raised KeyError: 'picture'"]),
         ("data", 1, ['raise ValueError("no such picture")', "sample 5 of Points raised ValueError: no such picture"]),
         ("loader", 2, ["train(folder) gave a list_iterator; give something with a length and samples by number"]),
     ],

@@ -195,6 +195,19 @@ def test_draws_that_depend_on_the_split_are_named_by_their_line(name):
     assert problems[0].startswith(f"{__file__}:")
 
 
+def test_a_loss_that_cannot_take_two_rows_draws_nothing_or_is_refused():
+    def of_groups(apply, batch):
+        return loss(lambda x: apply(x).reshape(-1, 4, SEQ, WIDTH), batch)
+
+    assert find_draws(model_of(lambda m, x: m.dense(x)), of_groups, {"x": X}) == find_draws(
+        model_of(lambda m, x: m.dense(x)), loss, {"x": X}
+    )
+    (problem,) = find_draws(model_of(lambda m, x: m.drop(m.dense(x))), of_groups, {"x": X}).problems
+    assert problem.startswith("the loss or the model cannot take 2 rows, so its draws cannot be followed")
+    with pytest.raises(TypeError, match="of shape \\(6, 6, 8\\)"):
+        find_draws(model_of(lambda m, x: m.dense(x)), of_groups, {"x": X[:6]})
+
+
 def test_two_draws_of_one_shape_that_count_rows_otherwise():
     draws = (Draw(BITS, (1, 8), 0, 1, "a.py:3"), Draw(BITS, (4, 8), line="a.py:7"), Draw(SPLIT, (1,), 0))
     assert row_key(jax.random.key(0), 0, 5, draws).shape == ()

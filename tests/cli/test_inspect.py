@@ -204,8 +204,7 @@ def test_a_timeline_is_drawn(inspected, tmp_path):
         (("--schedule", "1f1"), ("'1f1' (did you mean '1f1b'?)",)),
         (("--schedule", "1f1b", "--virtual-stages", "2"), ("use 1, or the schedule 'interleaved'",)),
         (("--devices", "10000000000"), ("--devices is 10000000000; use 1 to 16777216",)),
-        (("--mesh", "data=10000000000"), ("'data=10000000000' is not AXIS=NUMBER",)),
-        (("--mesh", "data=100000000"), ("axis 'data' has size 100000000; allowed: at most 16777216",)),
+        (("--mesh", "data=10000000000"), ("axis 'data' has size 10000000000; allowed: at most 16777216",)),
         (("--timeline", "a.gif"), ("it is drawn as .svg or .png: use a.svg",)),
         (
             ("--devices", "0", "--microbatches", "0", "--pipeline-stages", "-1"),

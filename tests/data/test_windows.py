@@ -133,6 +133,9 @@ def test_own_tokens(tmp_path):
         ValueError, match=r"token 45, is 45, which is not below vocab 45; set vocab .* to 46 or more"
     ):
         heldout[0]
+    np.save(tmp_path / "own.npy", np.arange(-1, 49, dtype=np.int64))
+    with pytest.raises(ValueError, match=r"token 0, is -1, and tokens are numbers from 0 to 44; write the"):
+        data.train(tmp_path)[0]
     with pytest.raises(IndexError):
         train[len(train)]
     with pytest.raises(ValueError, match="cannot be used") as error:

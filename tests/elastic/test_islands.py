@@ -1,5 +1,6 @@
 """Islands of real processes that come and go: the numbers of one process, and each slot of a step once."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,9 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from chaos import Run, run_chaos  # adds the folder of programs
 from elastic_island import SIZE, SLOTS, Toy
 
-from shardtrain.elastic.engine import Restore
+from shardtrain.elastic.engine import Checkpoint, FindCheckpoint, Restore
+from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.island import ElasticIsland, StateArrived
 from shardtrain.elastic.member import Membership
+from shardtrain.elastic.messages import to_json
+from shardtrain.elastic.run_files import RunFiles
 
 
 @pytest.fixture
@@ -44,6 +48,28 @@ def test_without_a_checkpoint_a_run_is_founded_at_its_begin(tmp_path):
     island._do(Restore(0))
     assert toy.state["step"] == 0
     np.testing.assert_array_equal(toy.state["x"], np.arange(SIZE))
+    island.close()
+
+
+def test_a_run_that_was_continued_without_islands_has_read_one_batch_in_each_step_since(tmp_path):
+    class Members(Toy):
+        def compute(self, step, slots, batches):
+            return super().compute(step, slots)
+
+    members = tuple(Peer(name=name, address="") for name in "ab")
+    slots = tuple(tuple(range(first, first + SLOTS)) for first in (0, SLOTS))
+    two = Epoch(
+        number=2, step=4, members=members, slots=slots, why="joined b", member_slots=SLOTS, first_batch=4
+    )
+    files = RunFiles(tmp_path / "elastic")
+    for epoch in (found_epoch(1, members[0], 0, SLOTS, first_batch=0), two):
+        files.propose(epoch.number, json.dumps(to_json(epoch)).encode())
+    files.mark_plain(9)
+    (tmp_path / "elastic" / "checkpoints" / "step-11-epoch-2").mkdir(parents=True)
+    options = Membership(num_slots=SLOTS, batch="members")
+    island = ElasticIsland(tmp_path, Members(), options, host="127.0.0.1")
+    island._do(FindCheckpoint())
+    assert island._events.get() == Checkpoint(11, 4 + 2 * 5 + 2)
     island.close()
 
 

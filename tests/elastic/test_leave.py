@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_an_island_that_is_not_there_is_refused(text, problem):
     with pytest.raises(ValueError) as error:
         find_member(text, epochs)
     assert str(error.value) == problem
+
+
+def test_a_run_that_is_done_or_stopped_has_no_islands(tmp_path, capsys):
+    files = RunFiles(tmp_path / "elastic")
+    first = replace(epoch(1, "vm-1-a"), num_steps=20)
+    files.propose(1, json.dumps(to_json(first)).encode())
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    assert cli.main(["leave", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "vm-1-a  chief\n"
+    for last in (
+        tmp_path / "checkpoints" / "step_00000020",
+        tmp_path / "elastic/checkpoints/step-20-epoch-1",
+    ):
+        last.mkdir()
+        assert cli.main(["leave", str(tmp_path)]) == 0
+        done = "the run is done: its 20 steps are saved, and it has no islands any more\n"
+        assert capsys.readouterr().out == done
+        assert cli.main(["leave", str(tmp_path), "vm-1"]) == 2
+        assert f"there is no island 'vm-1': {done}" in capsys.readouterr().err
+        last.rmdir()
+    stopped = replace(epoch(2, "vm-1-a", why="left vm-1-a"), step=15, stops=True)
+    files.propose(2, json.dumps(to_json(stopped)).encode())
+    assert cli.main(["leave", str(tmp_path)]) == 0
+    assert "stopped after step 15; an island that is started now continues it" in capsys.readouterr().out
 
 
 def test_one_that_is_silent_is_told(tmp_path, capsys):

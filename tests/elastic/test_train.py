@@ -1,5 +1,6 @@
 """`train --elastic`: islands come and go at any moment, and losses are those of one device."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,8 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,20 +21,28 @@ from tiny_language_model import TinyConfig
 
 import shardtrain as st
 from shardtrain import Optimizer, Run, Schedule, Strategy, Text
+from shardtrain.checkpoints.evaluations import EVALUATIONS, find_best_saved
+from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.reader import find_readers
+from shardtrain.checks.first_batch import make_loss_facts
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
+from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.epoch_files import list_epochs
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import list_ledger
+from shardtrain.elastic.messages import to_json
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
+from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state
 from shardtrain.train_step.step import make_step
+from shardtrain.trainer.elastic_run import ElasticRun
 from shardtrain.trainer.island_run import prepare_elastic
+from shardtrain.trainer.loop import _Loop
 from shardtrain.trainer.setup import make_microbatch, make_setup
 from shardtrain.trainer.sources import make_batches, open_sources
 
@@ -390,6 +401,46 @@ def test_chiefs_that_stop_between_their_last_look_and_the_write_write_nothing(is
     assert saved.get(steps[0], lost.number) >= lost.number
 
 
+def find_kept(islands):
+    """Return the saved steps, and the best of them."""
+    steps = list(find_finished_steps(islands.run / "checkpoints"))
+    best = find_best_saved(islands.run / "checkpoints", steps)
+    return steps, best and best.step
+
+
+def test_the_best_checkpoint_stays_through_the_loss_of_chiefs(islands):
+    """The first one is killed later; the second stops in the best evaluation, before it writes anything."""
+    heldout, evaluations = islands.folder / "heldout", islands.run / "checkpoints" / EVALUATIONS
+    heldout.write_text('{"10": 1.0}')
+    policy = ["--checkpoints.best", "heldout/loss", "--checkpoints.keep", "1"]
+    islands.pace(12)
+    for _ in range(3):
+        islands.start(*policy, "--checkpoints.every-steps", "1000", "--evaluate-every", "10")
+    islands.wait_for(lambda: islands.epochs() and len(islands.epochs()[-1].names) == 3)
+    islands.wait_for_step(21)
+    assert find_kept(islands) == ([10], 10)
+    os.kill(islands.find(0)[0], signal.SIGKILL)
+    islands.wait_for_why("lost")
+    # the new chief saves at once, and keeps what is not the newest
+    islands.wait_for(lambda: len(find_kept(islands)[0]) == 2)
+    assert find_kept(islands)[1] == 10
+    islands.wait_for(lambda: len(islands.lines()) % 10 in (1, 2, 3))
+    best = len(islands.lines()) // 10 * 10 + 10
+    heldout.write_text(f'{{"10": 1.0, "{best}": 0.5}}')
+    (islands.folder / "stop-values").touch()
+    pid, name = islands.find(0)
+    islands.wait_for_why(f"lost {name}")
+    islands.wait_for(lambda: find_kept(islands) == ([best], best))
+    islands.wait_for_step(best + 11)
+    os.kill(pid, signal.SIGCONT)
+    islands.wait_for(lambda: 75 in [each.poll() for each in islands.processes])
+    assert {str(best), str(best + 10)} <= json.loads(evaluations.read_text())["steps"].keys()
+    islands.pace(1000)
+    assert sorted(each.wait(60) for each in islands.processes) == [-9, 0, 75]
+    assert find_kept(islands) == ([best, 120], best)
+    assert [line["step"] for line in islands.lines()] == list(range(1, 121))
+
+
 def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands, alone):
     islands.pace(7)
     islands.start(elastic="2..4")
@@ -421,6 +472,70 @@ def test_others_are_refused_and_too_few_save_and_wait_for_a_later_start(islands,
     assert [line["step"] for line in islands.lines()] == list(range(1, 123))
     history = read_history(islands.run)
     assert history.plain == {len(history.epochs): 120}
+
+
+def test_a_loss_that_is_not_finite_is_explained_by_the_rows_of_all_batches_of_its_step(tmp_path):
+    samples = random_tokens(40)
+    batches = Batches(source=samples, batch=4, shuffle=False)
+    nothing: Any = None
+    run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
+    elastic: Any = ElasticRun(run, tmp_path, nothing, batches, nothing)
+    names = [Peer(name=name, address="") for name in "ab"]
+    two = Epoch(
+        number=2,
+        step=3,
+        members=tuple(names),
+        slots=((0, 1), (2, 3)),
+        why="joined b",
+        member_slots=2,
+        first_batch=3,
+    )
+    for epoch in (found_epoch(1, names[0], 0, 2, first_batch=0), two, found_epoch(3, names[0], 6, 2)):
+        content = json.dumps(to_json(epoch)).encode()
+        RunFiles(tmp_path / "elastic").propose(epoch.number, content)
+
+    def find_numbers(step):
+        firsts = [batch["tokens"][0].tolist() for batch in elastic.load_batches(step)]
+        return [[each["tokens"].tolist() for each in samples].index(first) // 4 for first in firsts]
+
+    assert [find_numbers(step) for step in (3, 4, 5, 7)] == [[2], [3, 4], [5, 6], [6]]
+    samples[4 * 6 + 1]["tokens"][3] = 99
+    first = batches.load(Position(epoch=0, index=0))
+    model = make_setup(run, microbatch=first).whole_model
+    expected = make_loss_facts(model, next_token_loss, first, 32)
+    loop: Any = SimpleNamespace(prepared=SimpleNamespace(elastic=elastic, expected=expected))
+    text = _Loop._explain(loop, 5)
+    assert text.startswith("batch 2 of 2: 'tokens' has 99 in row 1 at 3; the model has classes 0 to 31")
+    assert _Loop._explain(loop, 7) == text.removeprefix("batch 2 of 2: ")
+    assert _Loop._explain(loop, 4) == ""
+
+
+def test_a_new_chief_takes_over_before_it_writes_and_saves_the_best_step_only_if_it_is_not_there(tmp_path):
+    nothing: Any = None
+    run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
+    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing)
+    founded = found_epoch(1, Peer(name="a", address=""), 0, 2)
+    RunFiles(tmp_path / "elastic").propose(1, json.dumps(to_json(founded)).encode())
+    elastic._island = SimpleNamespace(outcome="", member=SimpleNamespace(is_chief=True, number=1))
+    steps, saved = [elastic._done], []
+    own = SimpleNamespace(revoke=lambda select: saved.append(elastic.may_write()), steps=lambda: steps)
+    elastic._checkpoints = SimpleNamespace(checkpoints=own)
+    elastic.save_if_best = lambda: saved.append("best")
+    assert elastic.is_chief()
+    assert not elastic.may_write()
+    elastic.revoke(1)
+    assert saved == [True]
+    steps.clear()
+    elastic.revoke(1)
+    assert saved == [True, True, "best"]
+
+
+def test_the_slots_of_all_members_can_be_sent():
+    assert Elastic(islands="1..4", batch="members", slots=1024).slots == 1024
+    with pytest.raises(ValueError, match="use 1 to 1024"):
+        Elastic(islands="1..4", batch="members", slots=1025)
+    with pytest.raises(ValueError, match="use 4 to 4096"):
+        Elastic(islands="1..4", slots=4097)
 
 
 @pytest.mark.parametrize(

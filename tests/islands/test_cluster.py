@@ -62,7 +62,10 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         ("[mesh]\nfsdp = 8\n", "is no cluster file: it has no [[islands]]; a layout is given to --mesh"),
         ("[islands]\n", "write a table for each kind of islands: [[islands]]"),
         ("islands = []\n", "there are no islands; give at least one kind"),
-        ("[[islands]]\ncuont = 1\nkind = 'a'\n", "[[islands]] 0: this kind of islands cannot be read:"),
+        (
+            "[[islands]]\ncuont = 1\nkind = 'a'\n",
+            "[[islands]] 0 (kind 'a'): this kind of islands cannot be read:",
+        ),
         ("[[islands]]\ncuont = 1\nkind = 'a'\n", "unknown key 'cuont' (did you mean 'count'?)"),
         ("[[islands]]\ncount = 1\n", "kind is missing; give these islands a name"),
         ("[[islands]]\nkind = 'a'\ncount = 0\n", "islands of kind 'a':\n  - count is 0; use 1 to 2147483648"),
@@ -80,6 +83,15 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         (
             "[[islands]]\nkind = 'a'\ndevices = 1\n[[islands]]\nkind = 'b'\n",
             "kind b has no devices, and others have; give them for all or for none",
+        ),
+        (
+            "[[islands]]\nkind = 'a'\ndevice = { teraflops = 0 }\n",
+            "[[islands]] 0 (kind 'a'): this device cannot be planned for:\n  - teraflops is 0; use a number"
+            " above 0, such as 300, or leave it out for that of the named device",
+        ),
+        (
+            "[[islands]]\nkind = 'a'\ndevice = { name = 'b', memory_gb = -1 }\n",
+            "memory_gb is -1; use a number above 0, such as 80, or leave it out",
         ),
         ("x = [", "is not a cluster in TOML"),
         ("[[islands]]\nkind = 'a'\ncount = " + "9" * 4000, "islands.0.count is an integer of about 4,0"),

@@ -1,9 +1,11 @@
 """A run whose islands come and go: a tiny model with dropout; steps are slow from the one in the file PACE.
 
-The process that finds the file `stop-name` or `stop-line` beside PACE takes it away and stops itself
-(SIGSTOP), just before a checkpoint gets its name, or a line of metrics is written; `stopped` has its step.
+The process that finds the file `stop-name`, `stop-line` or `stop-values` beside PACE takes it away and stops
+itself (SIGSTOP), just before a checkpoint gets its name, or a line of metrics or the evaluations are written;
+`stopped` has the step of the first two. The file `heldout` there has the losses of some evaluations.
 """
 
+import json
 import os
 import signal
 import time
@@ -15,10 +17,13 @@ from quiet_training import InMemory, random_tokens
 from tiny_language_model import TinyConfig
 
 from shardtrain import Optimizer, Run, Schedule
+from shardtrain.checkpoints.evaluations import Evaluations
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.elastic.options import Elastic
 from shardtrain.report.sinks.json_lines import JsonLines
+from shardtrain.trainer import session
+from shardtrain.trainer.evaluation import make_evaluation
 from shardtrain.trainer.hooks import Hook
 
 MODEL = TinyConfig(vocab=32, num_layers=2, dropout=0.1)
@@ -33,7 +38,7 @@ def wait(step: int) -> None:
 def stop_before(owner: type, name: str, file: str) -> None:
     do = getattr(owner, name)
 
-    def stop(self: Any, step: int, *rest: Any) -> None:
+    def stop(self: Any, step: Any, *rest: Any) -> None:
         with suppress(FileNotFoundError):
             path = Path(os.environ["PACE"]).with_name(file)
             path.unlink()
@@ -47,6 +52,22 @@ def stop_before(owner: type, name: str, file: str) -> None:
 
 stop_before(CheckpointFolders, "finish", "stop-name")
 stop_before(JsonLines, "write", "stop-line")
+stop_before(Evaluations, "_replace", "stop-values")
+
+
+def make_given_evaluation(*parts: Any) -> Any:
+    """The losses of the file `heldout`, 2 where it has none."""
+    computed, path = make_evaluation(*parts), Path(os.environ["PACE"]).with_name("heldout")
+
+    def evaluate(state: Any) -> dict[str, float]:
+        if not path.exists():
+            return computed(state)
+        return {"heldout/loss": json.loads(path.read_text()).get(str(int(state.step)), 2.0)}
+
+    return evaluate
+
+
+session.make_evaluation = make_given_evaluation
 
 
 def run() -> Run:

@@ -77,6 +77,27 @@ def test_each_second_is_accounted_for():
     assert summarize(history, [], now=1000.0).step_seconds == pytest.approx((10 + 15 + 15) / 35)
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_only_the_slots_that_nobody_kept_of_a_repeated_step_are_computed_again(every):
+    first = found_epoch(1, A, 0, 4, every=every)
+    two = Epoch(number=2, step=10, members=(A, B), slots=((0, 1), (2, 3)), why="joined b", every=every)
+    lost = Epoch(number=3, step=30, members=(B,), slots=((2, 0, 1, 3),), why="lost a", kept=(1,), every=every)
+    history = History(
+        epochs=(first, two, lost),
+        made=(0.0, 10.0, 40.0),
+        alive={"a": 38.0, "b": 50.0},
+        members={},
+        saved=0,
+        plain={},
+    )
+    lines = [{"step": step, "seconds/step": 1.0} for step in range(1, 41)]
+    past = summarize(history, lines, now=1000.0)
+    lost_seconds = past.lost_seconds
+    # 10 s more than the steps took: 2 until the others noticed, 3 of 4 slots, and the rest
+    assert (lost_seconds["deaths"], lost_seconds["repeats"]) == (2.0, every * 3 / 4)
+    assert lost_seconds["rest"] == pytest.approx(10 - 2 - every * 3 / 4)
+
+
 def test_steps_with_fewer_batches_are_less_work():
     first = found_epoch(1, A, 0, 2, first_batch=0)
     grown = replace(EPOCHS[1], slots=((0, 1), (2, 3)), member_slots=2, first_batch=10)

@@ -106,6 +106,10 @@ def test_a_mesh_that_cannot_be_read():
         "\n  - axis 'fsdp' is given twice: 2 and 4; give it once"
         "\n  - '=3x' is not AXIS=NUMBER, as in data=2"
     )
+    assert refused(parse_mesh, f"data={'9' * 5000}").endswith(
+        "...; allowed: at most 16777216; give the number of devices of this axis, or -1 for all that the"
+        " others leave"
+    )
 
 
 @pytest.mark.parametrize(

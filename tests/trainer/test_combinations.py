@@ -43,7 +43,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "--gradient-noise-scale": {"gradient_noise_scale": True},
     "--nonfinite roll_back": {"nonfinite": "roll_back"},
     "--recovery.spike": {"recovery": Recovery(spike=2.0)},
-    "--checkpoints.best": {"checkpoints": CheckpointPolicy(best="heldout/loss")},
     "--checkpoints.fast": {"checkpoints": CheckpointPolicy(fast=Path("fast"))},
 }
 """Beginning of the text of a row -> options of a run that it refuses."""

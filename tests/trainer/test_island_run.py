@@ -3,7 +3,7 @@
 import io
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
@@ -12,7 +12,10 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
+from shardtrain.elastic.options import Elastic
 from shardtrain.islands.options import Across
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.scaling import Scaling
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.island_run import IslandDevices, make_island_run
@@ -53,6 +56,17 @@ def test_rows_follow_the_speed_where_islands_differ(other):
     )
     limited = replace(RUN, strategy=Strategy(across=Across(share_limits=(4, 8))))
     assert across_of(limited, other)[0] == Across(shares="auto", share_limits=(4, 8))
+
+
+def test_the_rate_of_islands_that_come_and_go_is_scaled_in_each_step_and_not_by_the_mesh_too():
+    optimizer, output = Optimizer(), cast(Any, SimpleNamespace(note=lambda line: None))
+    run = replace(RUN, optimizer=optimizer, scaling=Scaling(rate="linear"))
+    scaled: list[Any] = [
+        make_island_run(replace(run, elastic=elastic), Coordination(), output).optimizer
+        for elastic in (Elastic(), Elastic(islands="1..4", batch="members"))
+    ]
+    assert scaled[0].learning_rate.peak == 8 * optimizer.learning_rate.peak
+    assert scaled[1] == optimizer
 
 
 def test_waves_of_one_step_in_which_nobody_is_ahead_are_every_step():

@@ -1,5 +1,7 @@
 """Gradients on a mesh against one device, before the first step."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,17 @@ def test_what_the_compiler_splits_wrongly_is_found(tmp_path, monkeypatch):
     monkeypatch.delattr(jax.lax.conv_general_dilated_p, "bind")
     with pytest.raises(ValueError, match=r"'first/kernel' is off by \d"):
         train(run_of(tmp_path, check_layout="rows=4"))
+
+
+def test_a_loss_of_groups_of_rows_is_compared_by_as_many_as_a_replica_has(tmp_path, capsys):
+    def of_groups(apply, batch):
+        losses = -jax.nn.log_softmax(apply(batch["image"]))[jnp.arange(len(batch["label"])), batch["label"]]
+        worst, weights = losses.reshape(-1, 4).max(1), batch["weights"].reshape(-1, 4).min(1)
+        return (worst * weights).sum(), weights.sum()
+
+    run = replace(run_of(tmp_path, {"data": 2, "tensor": 4}, mean_over_tensor), loss=of_groups)
+    train(run)
+    assert "layout checked: the gradients of 16 rows equal those" in capsys.readouterr().out
 
 
 @pytest.mark.full
