@@ -168,9 +168,13 @@ class Checkpoints:
         """
         self._saver.confirm(step)
 
-    def is_best(self, step: int) -> bool:
-        """Return whether the step that was evaluated last is better than every saved one, see the policy."""
-        return self._folders.evaluations.is_best(step)
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than those of every saved step, by `policy.best`."""
+        return self._folders.evaluations.is_best(values)
+
+    def best_evaluated(self) -> int | None:
+        """Return the best of the saved steps and those evaluated since, by `policy.best`; None if unknown."""
+        return self._folders.evaluations.best_recorded()
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Record the held-out values of a step; the best saved step is kept."""

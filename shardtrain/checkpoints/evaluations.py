@@ -174,9 +174,19 @@ class Evaluations:
         found = self._steps.best(steps)
         return None if found is None else found.step
 
-    def is_best(self, step: int) -> bool:
-        """Return whether the values that were recorded last, of this step, are better than all others."""
-        return self.best(self._steps.values) == step
+    def best_recorded(self) -> int | None:
+        """Return the best of all recorded steps, or the first of equal ones; None if there is none."""
+        return self.best(self._steps.values)
+
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than all that are recorded."""
+        value = values.get(self._policy.best or "")
+        if value is None or not math.isfinite(value):
+            return False
+        best = self._steps.best(self._steps.values)
+        if best is None:
+            return True
+        return value < best.value if self._policy.best_is == "lowest" else value > best.value
 
     def add(self, step: int, values: Mapping[str, float], saved: Iterable[int]) -> None:
         """Record the held-out values of a step.

@@ -139,7 +139,7 @@ class RunCheckpoints:
 
     def is_best(self, step: int) -> bool:
         """Return whether the step that was evaluated last is better than all that this island saved."""
-        return self._part is not None and self.checkpoints.is_best(step)
+        return self._part is not None and self.checkpoints.best_evaluated() == step
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Record the held-out values of a step, see `Checkpoints.evaluated`."""

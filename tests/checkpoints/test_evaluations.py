@@ -66,25 +66,29 @@ def test_the_best_of_the_saved_steps_is_known_after_a_restart(tmp_path):
 
 
 def test_an_evaluation_is_the_best_where_it_is_better_than_those_of_all_saved_steps(tmp_path):
-    def is_best(values: dict[str, float], best_is: Any = "lowest", saved: dict[int, float] = LOSSES) -> bool:
-        found = record(tmp_path, CheckpointPolicy(best="heldout/loss", best_is=best_is), saved)
-        found.add(60, values, saved)
-        return found.is_best(60)
-
-    assert is_best({"heldout/loss": 9.0}, saved={})
-    assert not is_best({"heldout/loss": 1.0})
-    assert is_best({"heldout/loss": 0.9})
-    assert not is_best({"heldout/loss": math.nan})
-    assert not is_best({"heldout/loss": -math.inf})
-    assert not is_best({})
-    assert is_best({"heldout/loss": 3.1}, "highest")
-    assert not is_best({"heldout/loss": 3.0}, "highest")
-    # one that was not saved, or is no more
+    found = Evaluations(tmp_path, POLICY, pytest.fail)
+    assert found.is_best({"heldout/loss": 9.0})
     found = record(tmp_path)
+    assert not found.is_best({"heldout/loss": 1.0})
+    assert found.is_best({"heldout/loss": 0.9})
+    assert not found.is_best({"heldout/loss": math.nan})
+    assert not found.is_best({"heldout/loss": -math.inf})
+    assert not found.is_best({})
+    highest = Evaluations(tmp_path, CheckpointPolicy(best="heldout/loss", best_is="highest"), pytest.fail)
+    assert highest.is_best({"heldout/loss": 3.1})
+
+
+def test_the_best_recorded_step_is_one_that_is_saved_or_was_evaluated_since(tmp_path):
+    found = record(tmp_path)
+    for loss, best in ((1.0, 20), (0.9, 60), (math.nan, 20), (-math.inf, 20)):
+        found.add(60, {"heldout/loss": loss}, LOSSES)
+        assert found.best_recorded() == best
+    # those that were not saved, or are no more
     found.add(60, {"heldout/loss": 2.5}, [10, 30, 50])
-    assert not found.is_best(60)
+    assert found.best_recorded() == 30
     found.add(60, {"heldout/loss": 2.5}, [10, 50])
-    assert found.is_best(60)
+    assert found.best_recorded() == 60
+    assert Evaluations(tmp_path / "none", POLICY, pytest.fail).best_recorded() is None
 
 
 def test_a_writer_that_slept_writes_nothing_once_another_has_taken_over(tmp_path):
@@ -108,7 +112,7 @@ def test_a_writer_that_slept_writes_nothing_once_another_has_taken_over(tmp_path
     looks += [lambda: True, sleep]
     first.evaluated(20, {"heldout/loss": 9.0})
     assert written(tmp_path) == {10: 2.0, 20: 1.0}
-    assert second.is_best(20)
+    assert second.best_evaluated() == 20
     # or before it
     looks += [lambda: True, lambda: False]
     first.evaluated(20, {"heldout/loss": 9.0})
