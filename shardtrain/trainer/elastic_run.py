@@ -397,7 +397,7 @@ class ElasticRun:
 
     def revoke(self, number: int) -> None:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
-        checkpoints = self._checkpoints.checkpoints
+        checkpoints, self._has_taken_over = self._checkpoints.checkpoints, True
         checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
         self._group.ask("take over", self._standing, self._done in checkpoints.steps())
 

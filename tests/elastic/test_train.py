@@ -29,6 +29,7 @@ from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.group import Group
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import list_ledger
 from shardtrain.elastic.messages import to_json
@@ -479,7 +480,7 @@ def test_a_loss_that_is_not_finite_is_explained_by_the_rows_of_all_batches_of_it
     batches = Batches(source=samples, batch=4, shuffle=False)
     nothing: Any = None
     run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
-    elastic: Any = ElasticRun(run, tmp_path, nothing, batches, nothing)
+    elastic: Any = ElasticRun(run, tmp_path, nothing, batches, nothing, Group())
     names = [Peer(name=name, address="") for name in "ab"]
     two = Epoch(
         number=2,
@@ -513,10 +514,11 @@ def test_a_loss_that_is_not_finite_is_explained_by_the_rows_of_all_batches_of_it
 def test_a_new_chief_takes_over_before_it_writes_and_saves_the_best_step_only_if_it_is_not_there(tmp_path):
     nothing: Any = None
     run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
-    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing)
+    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing, Group())
     founded = found_epoch(1, Peer(name="a", address=""), 0, 2)
     RunFiles(tmp_path / "elastic").propose(1, json.dumps(to_json(founded)).encode())
-    elastic._island = SimpleNamespace(outcome="", member=SimpleNamespace(is_chief=True, number=1))
+    member = SimpleNamespace(is_chief=True, number=1, epoch=None, me=SimpleNamespace(name="a"))
+    elastic._island = SimpleNamespace(outcome="", member=member)
     steps, saved = [elastic._done], []
     own = SimpleNamespace(revoke=lambda select: saved.append(elastic.may_write()), steps=lambda: steps)
     elastic._checkpoints = SimpleNamespace(checkpoints=own)

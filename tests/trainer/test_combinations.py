@@ -31,7 +31,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "the layout has shardings of single operators": {"layout": SHARDED},
     "in_flight is 3 batches": {"across": STAGES, "pipeline": Pipeline(in_flight=3)},
     "offload is 'optimizer', which needs": {"offload": "optimizer"},
-    "--across pipeline": {"across": STAGES},
     "--shares": {"across": Across(shares=(1.0, 2.0))},
     "--reduce root": {"across": Across(reduce="root")},
     "--reduce-dtype": {"across": Across(reduce_dtype="bfloat16")},
