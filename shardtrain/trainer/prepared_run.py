@@ -253,24 +253,19 @@ class PreparedRun:
         stack.callback(wave_log.close)
         self.island_step = make_multi_island_step(self, loader, self._batch, wave_log)
         self.wanted = restorable_state(setup.placement)
+        if self.island_step is not None:
+            stack.callback(self.island_step.close)
+            self.wanted = self.island_step.wanted(self.wanted, self._batch)
         if self.elastic is not None:
             self.step: Step = self.elastic.step
             if self.island_step is None:
                 self.wanted = self._add_outer_state(self.wanted)
-                return
-            stack.callback(self.island_step.close)
-            assert isinstance(self.island_step.compute, StageCompute)
-            self.elastic.stage = self.island_step.compute
-            self.wanted = self.island_step.wanted(self.wanted, self._batch)
+            elif isinstance(self.island_step.compute, StageCompute):
+                self.elastic.stage = self.island_step.compute
             return
-        if self.island_step is None:
-            rate = setup.learning_rate
-            self.step = make_step(
-                setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps
-            )
-        else:
-            stack.callback(self.island_step.close)
-            self.step, self.wanted = self.island_step, self.island_step.wanted(self.wanted, self._batch)
+        self.step = self.island_step or make_step(
+            setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate, last_step=run.steps
+        )
         # the check compiles the program of a pipeline, where XLA may end the process already
         with self.mark.running("the training step"):
             check_programs(self, self._batch)
