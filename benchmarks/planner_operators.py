@@ -11,7 +11,7 @@ Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 from planner import place_state
+from stepper import token_shapes
 
 from shardtrain import (
     Run,
@@ -75,7 +76,7 @@ class Way(NamedTuple):
     Args:
       name: its name in the table.
       layout: its layout.
-      sent: mesh axes -> bytes; () for all together.
+      sent: mesh axes -> bytes.
       flops: of matrix products and convolutions.
     """
 
@@ -93,14 +94,20 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
     )
     small = replace(decoder, vocab=256, embed=128, mlp=512)
 
-    def shapes(rows: int, **tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        found = {name: jax.ShapeDtypeStruct((rows, seq), np.int32) for name, seq in tokens.items()}
-        return {**found, "weights": jax.ShapeDtypeStruct((rows,), np.float32)}
-
-    tokens = shapes(8, tokens=33)
-    images = shapes(16) | {
-        "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
-        "label": jax.ShapeDtypeStruct((16,), np.int32),
+    tokens, images = (
+        token_shapes(8, 32),
+        {
+            "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
+            "label": jax.ShapeDtypeStruct((16,), np.int32),
+            "weights": jax.ShapeDtypeStruct((16,), np.float32),
+        },
+    )
+    source = jax.ShapeDtypeStruct((8, 32), np.int32)
+    pairs = {
+        "source": source,
+        "source_mask": source,
+        "target": tokens["tokens"],
+        "weights": tokens["weights"],
     }
     experts = replace(decoder, mlp=256, experts=Experts(num=4))
     linen = from_linen(LinenDecoder(small), jax.ShapeDtypeStruct((1, 32), np.int32))
@@ -109,7 +116,7 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
         "mixture of experts": (experts, next_token_loss, tokens),
         "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
         "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
-        "encoder-decoder": (both, translation_loss, shapes(8, source=32, target=33, source_mask=32)),
+        "encoder-decoder": (both, translation_loss, pairs),
         "linen decoder": (linen, next_token_loss, tokens),
     }
 
@@ -180,14 +187,12 @@ def compare(name: str, kind: str) -> None:
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))
-        sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        sent = Counter[tuple[str, ...]]()
         for each in found.collectives:
-            sent[each.axes] += each.wire_bytes_per_device
-        totals = f"{_pair(sum(way.sent.values()), sum(sent.values()))} | {_pair(way.flops, found.flops)}"
-        of_axes = ", ".join(
-            f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}"
-            for over in dict.fromkeys((*way.sent, *sent))
-        )
+            sent.update({each.axes: each.wire_bytes_per_device})  # type: ignore[dict-item]
+        totals = f"{_pair(sum(way.sent.values()), sent.total())} | {_pair(way.flops, found.flops)}"
+        both = dict.fromkeys((*way.sent, *sent))
+        of_axes = ", ".join(f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}" for over in both)
         print(f"| {name} | {way.name} | {mesh_text(way.layout)} | {totals} | {of_axes} |", flush=True)
 
 
