@@ -3,14 +3,11 @@
 Islands that come and go, beside islands joined by MPI that all start again (`launch --restarts`).
 
     python benchmarks/elastic_recovery.py [--kills 10] [--islands 3]
-    python benchmarks/elastic_recovery.py --goodput-minutes 30
 
 A small GPT (`examples/gpt_text.py`) on this host, each island on one device. A kill is a SIGKILL at a random
 moment, of the chief in every second case; `train` writes a line of metrics for each step, so the longest time
 between two lines around the kill is what the others waited. Then a new island starts: the time from its start
 to its first epoch (with imports and compiled programs from the cache), and what the others waited then.
-With `--goodput-minutes` one island is killed every five minutes, and another starts a minute later: the steps
-done beside those of a time without kills before, and the causes of the rest by `shardtrain report`.
 Figures: docs/elastic.md.
 """
 
@@ -26,14 +23,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from subprocess import DEVNULL
 from tempfile import TemporaryDirectory
 
 import tyro
 from paired import markdown
 
 from shardtrain.elastic.history import read_history
-from shardtrain.report.elastic_run import past_text, summarize
-from shardtrain.report.sinks.json_lines import read_jsonl
 
 SMALL = "--model.embed 64 --model.num-layers 2 --model.num-heads 2 --model.mlp 128 --batch 12 --log-every 1"
 NEVER = "--evaluate-every 1000000 --evaluate-batches 1 --sinks jsonl"
@@ -49,16 +45,12 @@ class Options:
       islands: number of islands.
       calm_seconds: time between the end of one disturbance and the next kill.
       seed: of the moments.
-      goodput_minutes: length of the time with kills, for goodput. None measures the pauses.
-      every_minutes: time between two kills, for goodput.
     """
 
     kills: int = 10
     islands: int = 3
     calm_seconds: float = 3.0
     seed: int = 0
-    goodput_minutes: float | None = None
-    every_minutes: float = 5.0
 
 
 class Run:
@@ -74,14 +66,9 @@ class Run:
 
     def start(self, *more: str) -> None:
         environment = {**os.environ, "SHARDTRAIN_ADDRESS": "127.0.0.1"}
+        command = [*self.words, *more]
         self.processes.append(
-            subprocess.Popen(
-                [*self.words, *more],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+            subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True)
         )
 
     def watch(self, seconds: float, until=lambda: False) -> None:
@@ -94,10 +81,6 @@ class Run:
                     self._size = size
                     self.seen.append(time.monotonic())
             time.sleep(0.002)
-
-    def count_steps(self) -> int:
-        """Return the number of steps done, by the last whole line of metrics."""
-        return int(read_jsonl(self.folder / "metrics.jsonl")[-1]["step"])
 
     def longest_pause(self, begin: float, end: float) -> float:
         """Return the longest time without a line from the last one before `begin` on."""
@@ -162,47 +145,11 @@ def measure_elastic(options: Options, folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def measure_goodput(options: Options, folder: Path) -> str:
-    """Return a text about the steps done with kills and joins, beside those of a time without."""
-    assert options.goodput_minutes is not None
-    run = ElasticRun(options, folder)
-    try:
-        run.wait_until_full()
-        run.watch(30.0)
-        rates = []
-        for minutes, disturbs in ((options.goodput_minutes / 5, False), (options.goodput_minutes, True)):
-            began, first, number = time.monotonic(), run.count_steps(), 0
-            end = began + 60 * minutes
-            while disturbs and time.monotonic() < end - 60:
-                run.kill(number)
-                number += 1
-                run.watch(60.0)
-                run.add_island()
-                run.watch(min(60 * options.every_minutes * number + began, end) - time.monotonic())
-            run.watch(end - time.monotonic())
-            rates.append((run.count_steps() - first) / (time.monotonic() - began))
-    finally:
-        run.end()
-    past = summarize(read_history(folder), read_jsonl(folder / "metrics.jsonl"), time.time())
-    return (
-        f"{rates[0]:.2f} steps a second undisturbed, {rates[1]:.2f} with {number} kills in"
-        f" {options.goodput_minutes:g} minutes: {rates[1] / rates[0]:.1%}\n{past_text(past)}"
-    )
-
-
 def measure_restarts(options: Options, folder: Path) -> list[float]:
     """Return the seconds without a step after each kill of a rank that all start again from."""
     chance, found = random.Random(options.seed), list[float]()
-    launch = (
-        "launch",
-        "--islands",
-        str(options.islands),
-        "--restarts",
-        "999",
-        "--logs",
-        str(folder / "logs"),
-    )
-    run = Run(folder / "run", (*SHARDTRAIN, *launch, "--"), saves=500)
+    launch = f"launch --islands {options.islands} --restarts 999 --logs {folder / 'logs'} --"
+    run = Run(folder / "run", (*SHARDTRAIN, *launch.split()), saves=500)
     try:
         run.start("--cpu-devices", "1")
         for _ in range(options.kills):
@@ -223,11 +170,8 @@ def measure_restarts(options: Options, folder: Path) -> list[float]:
 
 
 def main(options: Options) -> None:
-    """Print the table, or the goodput."""
+    """Print the table."""
     with TemporaryDirectory() as folder:
-        if options.goodput_minutes is not None:
-            sys.stdout.write(measure_goodput(options, Path(folder) / "elastic"))
-            return
         elastic = measure_elastic(options, Path(folder) / "elastic")
         restarts = measure_restarts(options, Path(folder) / "restarts")
 

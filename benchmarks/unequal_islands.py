@@ -164,8 +164,7 @@ def read_result(
 def table(options: Options, found: dict[str, list[Result]]) -> str:
     """Format the runs; ratios are of runs next to each other.
 
-    The ideal is what the islands compute together in a second if none waits: measured in the run with equal
-    shares, and in the run itself.
+    The ideal is what the islands compute together in a second if none waits, in the run with equal shares.
     """
     rows = [
         (
@@ -182,7 +181,6 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     shown = {
         "equal shares / auto": [a.step_seconds / b.step_seconds for a, b in pairs],
         "auto / ideal": [b.step_seconds * a.speed / options.batch for a, b in pairs],
-        "auto / ideal of the same run": [b.step_seconds * b.speed / options.batch for _, b in pairs],
     }
     for name in found.keys() - {EQUAL, AUTO}:
         shown[f"auto / {name}"] = [

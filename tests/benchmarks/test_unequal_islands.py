@@ -12,5 +12,4 @@ def test_ratios_are_of_runs_next_to_each_other_and_the_ideal_is_what_all_compute
     assert "| --shares auto | 1.4000 | 21, 11 | 10 | 2.50000 |" in text
     assert "equal shares / auto: 1.21 (1.43, 1.00)" in text
     assert "auto / ideal: 1.27 (1.05, 1.50)" in text
-    assert "auto / ideal of the same run: 1.31 (1.12, 1.50)" in text
     assert "auto / rows 20,12: 1.13 (0.93, 1.33)" in text
