@@ -162,6 +162,7 @@ class Toolkit:
             coordination=self.coordination,
             feed=_TickingFeed(self.feed, ticks),
             barriers=make_barrier_schedule(run),
+            elastic=None,
             shares=SimpleNamespace(saved=dict),
             description={},
             labels=(),
