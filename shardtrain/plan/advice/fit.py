@@ -1,7 +1,7 @@
 """Fit times of steps, saves and starts to measured rows, and estimate the error on unseen models. No jax.
 
 Source: Li, Walls and Guo 2020 (CM-DARE), https://arxiv.org/abs/2004.03072: a regression for each kind of
-device, and a cluster whose speed grows until servers or links are saturated.
+device.
 """
 
 import csv
@@ -209,50 +209,3 @@ def error_by_model(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str,
         if wrong:
             errors[model] = statistics.mean(wrong)
     return errors
-
-
-class Saturation(NamedTuple):
-    """Speed of a cluster that grows with its devices until it is saturated: min(n s, cap).
-
-    Args:
-      per_device: s, the speed that each device adds, such as teraflop/s.
-      cap: the largest speed of all devices together; inf if the rows show none.
-    """
-
-    per_device: float
-    cap: float
-
-    def speed(self, devices: float) -> float:
-        """Return the speed of a number of devices."""
-        return min(devices * self.per_device, self.cap)
-
-    @property
-    def full_at(self) -> float:
-        """The number of devices from which more add no speed."""
-        return self.cap / self.per_device
-
-
-def saturation(devices: Sequence[int], speeds: Sequence[float]) -> Saturation:
-    """Fit min(n s, cap) to speeds of one model on clusters of one kind, by least relative squares.
-
-    Every split of the sorted rows into growing and saturated ones is tried.
-
-    Args:
-      devices: numbers of devices.
-      speeds: speeds of all devices together.
-
-    >>> saturation([1, 2, 4, 8], [10.0, 20.0, 30.0, 30.0])
-    Saturation(per_device=10.0, cap=30.0)
-    """
-    rows = sorted(zip(devices, speeds, strict=True))
-    best, least = Saturation(rows[0][1] / rows[0][0], np.inf), np.inf
-    # growth to the end comes first, and a single row shows no saturation
-    for split in (len(rows), *range(len(rows) - 2, 0, -1)):
-        growing, full = rows[:split], rows[split:]
-        rate = fit([(n,) for n, _ in growing], [x for _, x in growing])
-        cap = fit([(1.0,)] * len(full), [x for _, x in full]).coefficients[0] if full else np.inf
-        found = Saturation(rate.coefficients[0], float(cap))
-        residual = sum((found.speed(n) / x - 1) ** 2 for n, x in rows)
-        if residual < least - 1e-12:
-            best, least = found, residual
-    return best
