@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.system.plain_text import read_csv
 from shardtrain.system.untrusted_files import read_text
 
@@ -69,8 +69,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
     problems = [f"unknown column {near(name, COLUMNS)}" for name in names if name not in COLUMNS]
     problems += [f"there is no column {name}" for name in TEXTS if name not in names]
-    if problems:
-        raise problems_error(f"{path} has no rows of measurements", problems)
+    refuse(f"{path} has no rows of measurements", problems)
     rows = []
     for number, line in table:
         values = {name: _read_value(name, line[name], problems, number) for name in names}
@@ -78,8 +77,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
             problems.append(f"line {number} has more than {len(names)} cells")
         if not problems:
             rows.append(MeasuredRow(**{name: value for name, value in values.items() if value is not None}))
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems[:20])
+    refuse(f"{path} cannot be read", problems[:20])
     return rows
 
 
