@@ -3,9 +3,8 @@
 uv run python benchmarks/planner_operators.py [MODEL ...] [--kind h100 | v5e:2x4]
 
 Six small models on two nodes of four devices, of simulated CPU or of GPUs and TPUs that need not be there:
-data parallel, megatron (tensor in a node), one weird trick (for images: products split what they sum over),
-the best layout and the best shardings of operators. A row has MB that a device sends in a step, and its
-MFLOP, predicted : counted; then MB over each set of axes.
+data parallel, megatron (tensor in a node), the best layout and the best shardings of operators. A row has MB
+that a device sends in a step, and its MFLOP, predicted : counted; then MB over each set of axes.
 
 Figures: docs/benchmarks/planner.md.
 """
@@ -40,14 +39,7 @@ from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.operators.search import (
-    LayoutSearch,
-    SearchResult,
-    plan_operators,
-    shard_by_rules,
-    shard_group,
-    trace_whole_step,
-)
+from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import RankedChoice, search
@@ -122,7 +114,7 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
 
 
 def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
-    """Yield layouts, one weird trick and the best shardings of operators, as the planner predicts them."""
+    """Yield layouts and the best shardings of operators, as the planner predicts them."""
     # ten classes are not split over four devices
     rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
     ways: dict[str, Layout | RankedChoice] = {
@@ -131,8 +123,6 @@ def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
     space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
     best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
     ways["best layout"] = best.choice.layout
-    if "image" in subject.batch:
-        ways["one weird trick"] = make_operator_choice(run, subject.batch, split_sums(subject))
     plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best)
     if plan.best is not None:
         ways["operators"] = make_operator_choice(run, subject.batch, plan.best)
@@ -144,28 +134,6 @@ def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
         if change is not None:
             sent, flops = change.predict_sent(sent), flops + change.flops
         yield Way(name, layout, sent, flops)
-
-
-def split_sums(subject: Subject) -> LayoutSearch:
-    """Return one weird trick: convolutions split rows, and products with a parameter what they sum over."""
-    choice = Choice(layout=Layout(mesh={"fsdp": NUM_DEVICES}))
-    (step,) = steps(subject, NODES, NUM_DEVICES, [choice])
-    graph = trace_whole_step(subject, NUM_DEVICES, None)
-    start = shard_by_rules(graph, NODES, choice.layout.mesh, step.choice.layout)
-    best = start
-    for number in graph.groups:
-        operator = graph.operators[number]
-        path, _, kind = operator.scope.partition(":")
-        summed = [dim for dim in operator.choices if dim not in operator.result]
-        if kind.startswith("dot_general") and path in subject.parameter_paths and len(summed) == 1:
-            sharding = (summed[0],)
-            if start.space.fits(number, sharding):
-                best = best.changed(shard_group(start, number, sharding))
-    return LayoutSearch(
-        layout=RankedChoice(choice=choice, prediction=predict(step, NODES), fits=True),
-        layout_sent=sum_sent_by_axes(step, simulated=True),
-        result=SearchResult(start=start, best=best),
-    )
 
 
 def compare(name: str, kind: str) -> None:
