@@ -20,7 +20,7 @@ from paired import Block, Spread, markdown, ratios, rounds
 
 from shardtrain.models.decoder import DecoderConfig, gpt2
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.devices import find_device, mfu
+from shardtrain.plan.devices import find_device
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 MODELS = {
@@ -110,7 +110,7 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
     step_seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
     tokens_per_second = batch * config.seq / step_seconds[TOOLKIT]
     device = find_device(jax.devices()[0].device_kind)
-    known = device is not None and device.matrix_flops_per_second
+    peak = device and device.matrix_flops_per_second
     return Figures(
         losses=losses,
         step_seconds=step_seconds,
@@ -119,7 +119,7 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
             for pair, (side, over) in PAIRS.items()
         },
         tokens_per_second=tokens_per_second,
-        mfu=mfu(tokens_per_second * flops_per_token(config), device) if device and known else None,
+        mfu=tokens_per_second * flops_per_token(config) / peak if peak else None,
     )
 
 

@@ -10,9 +10,6 @@ from functools import cached_property
 Key = tuple[int, ...]
 """The number of a task, compared like words: (1, 5) < (2,). Tasks of one operator begin alike."""
 
-KINDS = ("forward", "backward", "update", "transfer", "collective")
-"""Kinds of tasks: computations of a device, sends to one device, and collectives."""
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -21,7 +18,7 @@ class Task:
     Args:
       key: its number; a task needs only tasks of smaller numbers, so there is no cycle.
       name: its name in reports, such as "backward, block 3".
-      kind: one of `KINDS`.
+      kind: "forward", "backward" or "update" on a device; "transfer" to one device, or "collective".
       queue: the device or link that it occupies, such as "device 0".
       seconds: its duration, 0 or more.
       needs: the tasks that must be done before it begins.
