@@ -7,42 +7,45 @@ Sides are called in turn on all ranks. Figures: docs/benchmarks/bridge.md and ad
 """
 
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 from paired import markdown, spread, take_turns
 from ranks import CpuQuota, bind
+from stepper import Stepper, random_tokens
 
 from shardtrain.combine import make_combiner
 from shardtrain.combine.mean import add_up
-from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
+from shardtrain.system.xla_flags import apply_preset
 from shardtrain.train_step.island_combiner import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_step
 from shardtrain.train_step.sync.local_steps import EveryStep
 
 Side = Callable[[], Any]
+
+NUM_BYTES = (4 << 10, 1 << 20, 16 << 20, 64 << 20)
+"""What is summed."""
+COMBINERS = ("mean", "adasum")
+NUM_PROGRAMS = (1, 2, 4)
+"""Programs of the gradients."""
+BUCKET_BYTES = (256 << 10, 1 << 20, 4 << 20, CAP_BYTES)
+"""Sizes of buckets; the last is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +56,17 @@ class Options:
       part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone;
         "overlap": gradients in several programs beside one; "buckets": sizes of buckets;
         "combiners": combiners beside the first.
-      num_bytes: what is summed.
-      combiners: by name.
       leaves: of the gradients that are combined, pairs of a square kernel and a vector.
       rounds: calls of each side.
       quiet: rounds in which other programs took more than this share of the processors are run again.
       embed, num_layers, seq: of the decoder that steps; kernels that are combined have 2 embed^2 elements.
       rows: of each island.
       steps: in one call.
-      num_parts: numbers of programs of the gradients, beside 1.
-      bucket_bytes: sizes of buckets; the last is the default.
       core: part of a core of each rank, by a quota (root); 1 sets none.
       seed: of parameters, data and orders.
-      xla_preset: flags of XLA, as of `shardtrain train`.
     """
 
     part: Literal["all_reduce", "step", "overlap", "buckets", "combiners"] = "all_reduce"
-    num_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-    combiners: tuple[str, ...] = ("mean", "adasum")
     leaves: int = 48
     rounds: int = 40
     quiet: float = 1.0
@@ -79,28 +75,16 @@ class Options:
     seq: int = 64
     rows: int = 8
     steps: int = 5
-    num_parts: tuple[int, ...] = (2, 3, 4)
-    bucket_bytes: tuple[int, ...] = (256 << 10, 1 << 20, 4 << 20, CAP_BYTES)
     core: float = 1.0
     seed: int = 0
-    xla_preset: Preset = "auto"
 
 
-class Call(NamedTuple):
-    """One timed call: the slowest rank's seconds, and this rank's page faults."""
-
-    seconds: float
-    faults: int
-
-
-def time_call(comm: MPI.Comm, side: Side) -> Call:
-    """Time one call, from a barrier to the last rank's end."""
+def time_call(comm: MPI.Comm, side: Side) -> float:
+    """Return the seconds of one call, from a barrier to the last rank's end."""
     comm.Barrier()
-    faults, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+    start = time.perf_counter()
     side()
-    seconds = time.perf_counter() - start
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    return Call(comm.allreduce(seconds, MPI.MAX), faults)
+    return comm.allreduce(time.perf_counter() - start, MPI.MAX)
 
 
 def all_reduced(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
@@ -115,23 +99,15 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
     host = np.full(num_bytes // 4, comm.rank + 1, np.float32)
     out = np.empty_like(host)
     compiled = jax.jit(group.all_reduce)
-    # a mean is divided by the program that uses it, such as the update: here one that reads it
-    read = jax.jit(lambda total, count: jnp.vdot(total / count, total / count))
 
     def bridge() -> jax.Array:
         return jax.block_until_ready(transfer.map(all_reduced, [array])[0])
-
-    def raw_and_read() -> None:
-        comm.Allreduce(host, out)
-        jax.block_until_ready(read(array, comm.size))
 
     np.testing.assert_array_equal(np.asarray(bridge()), np.float32(comm.size * (comm.size + 1) / 2))
     return {
         "MPI": lambda: comm.Allreduce(host, out),
         "one jit": lambda: jax.block_until_ready(compiled(array)),
         "bridge": bridge,
-        "MPI, and a program that reads as much": raw_and_read,
-        "bridge, and a program that reads the mean": lambda: jax.block_until_ready(read(bridge(), comm.size)),
     }
 
 
@@ -149,7 +125,7 @@ def combiner_sides(options: Options, comm: MPI.Comm, group: MpiGroup) -> dict[st
         }
 
     tree, sides = draw(), {}
-    for text in options.combiners:
+    for text in COMBINERS:
         combiner = make_combiner(text)
         compiled = jax.jit(
             lambda tree, state, c=combiner: c.combine(tree, jnp.float32(1), state, group).value
@@ -159,7 +135,7 @@ def combiner_sides(options: Options, comm: MPI.Comm, group: MpiGroup) -> dict[st
     return sides
 
 
-class Stepper:
+class IslandSteps:
     """Steps of one island on its own rows, each with a state of its own: alone, or with a transfer.
 
     Args:
@@ -182,42 +158,33 @@ class Stepper:
         config = DecoderConfig(
             vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
         )
-        model, layout, optimizer = from_nnx(config), Layout(), optax.adamw(1e-3)
-        mesh = make_mesh(layout, jax.local_devices()[:1])
-        parts = model, next_token_loss, optimizer, make_placement(model, optimizer, layout, mesh)
-        self._state = init_state(model, optimizer, parts[-1], options.seed)
-        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
-        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
-        self._batch = place(batch, mesh, layout.batch_axes)
-        if transfer is None:
-            self._step: Any = make_step(*parts)
-        else:
-            training, channel = Training(*parts[:3]), Channel(transfer, **exchange)
-            self._step = EveryStep(IslandCompute(training, parts[-1], channel, batch=self._batch))
-            self._state = self._step.begin(self._state, self._batch)
+        self._step = step = Stepper(config, seed=options.seed)
+        self._batch = step.place(random_tokens(256, options.rows, options.seq, [options.seed, rank]))
+        if transfer is not None:
+            training = Training(step.model, next_token_loss, step.optimizer)
+            channel = Channel(transfer, **exchange)
+            step.step = EveryStep(IslandCompute(training, step.placement, channel, batch=self._batch))
+            step.state = step.step.begin(step.state, self._batch)
 
     def __call__(self) -> None:
         """Run some steps, waited for at the end only, as a loop that reads its metrics late."""
         for _ in range(self._num_steps):
-            self._state, metrics = self._step(self._state, self._batch)
+            metrics = self._step(self._batch)
             if self._wait is not None:
                 jax.block_until_ready(metrics)
                 self._wait()
-        jax.block_until_ready((self._state.params, metrics))
+        jax.block_until_ready((self._step.state.params, metrics))
 
 
 def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     """Return the step of an island alone, and with the bridge in several ways."""
     group, mesh = [MpiGroup(comm)], make_mesh(Layout(), jax.local_devices()[:1])
-    stepper = partial(Stepper, options, comm.rank)
+    stepper = partial(IslandSteps, options, comm.rank)
     if options.part == "overlap":
-        counts = (1, *options.num_parts)
-        parts = {f"bridge, programs: {n}": stepper(Transfer(mesh, group), num_parts=n) for n in counts}
+        parts = {f"bridge, programs: {n}": stepper(Transfer(mesh, group), num_parts=n) for n in NUM_PROGRAMS}
         return {**parts, "alone": stepper(None)}
     if options.part == "buckets":
-        sizes = {
-            f"buckets of {n >> 10:,} KB": stepper(Transfer(mesh, group, n)) for n in options.bucket_bytes
-        }
+        sizes = {f"buckets of {n >> 10:,} KB": stepper(Transfer(mesh, group, n)) for n in BUCKET_BYTES}
         return {"alone": stepper(None), **sizes}
     return {
         "alone": stepper(None),
@@ -229,16 +196,13 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     }
 
 
-def format_calls(calls: Mapping[str, Sequence[Call]], what: str, num_calls: int = 1) -> list[list[str]]:
-    """Format each side beside the first; one that ends in a program beside MPI with one."""
-    first, rows = next(iter(calls)), []
+def format_calls(calls: Mapping[str, Sequence[float]], what: str, num_calls: int = 1) -> list[list[str]]:
+    """Format each side beside the first."""
+    base, rows = next(iter(calls.values())), []
     for side, found in calls.items():
-        base = "MPI, and a program that reads as much" if side.endswith("the mean") else first
-        ratio = spread([a.seconds / b.seconds for a, b in zip(found, calls[base], strict=True)])
-        ms = 1e3 * median(call.seconds for call in found) / num_calls
-        faults = median(call.faults for call in found) / num_calls
+        ratio = spread([a / b for a, b in zip(found, base, strict=True)])
+        ms = 1e3 * median(found) / num_calls
         rows.append([what, side, f"{ms:.3g}", str(ratio), f"{ratio.low:.2f} - {ratio.high:.2f}"])
-        rows[-1].append(f"{faults:.0f}")
     return rows
 
 
@@ -247,7 +211,7 @@ def measure(options: Options) -> list[list[str]]:
     comm = world()
     group = MpiGroup(comm)
 
-    def time_sides(sides: Mapping[str, Side]) -> dict[str, list[Call]]:
+    def time_sides(sides: Mapping[str, Side]) -> dict[str, list[float]]:
         calls = {name: partial(time_call, comm, side) for name, side in sides.items()}
         take_turns(calls, 2, options.seed, comm=comm)
         quota = CpuQuota(options.core)
@@ -264,7 +228,7 @@ def measure(options: Options) -> list[list[str]]:
         return format_calls(time_sides(step_sides(options, comm)), what, options.steps)
     transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []
-    for num_bytes in options.num_bytes:
+    for num_bytes in NUM_BYTES:
         sides = all_reduce_sides(comm, transfer, group, num_bytes)
         rows += format_calls(time_sides(sides), f"{num_bytes >> 10:,} KB")
     transfer.close()
@@ -274,14 +238,12 @@ def measure(options: Options) -> list[list[str]]:
 def main(options: Options) -> None:
     bind()
     # as `shardtrain train` does, before jax starts
-    flags = apply_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
-    os.environ["XLA_FLAGS"] = flags.xla_flags
+    os.environ["XLA_FLAGS"] = apply_preset("auto", os.environ, metadata.version("jaxlib")).xla_flags
     rows, comm = measure(options), world()
     if comm.rank == 0:
         mpi = MPI.Get_library_version().splitlines()[0].rstrip(chr(0))
         print(f"{comm.size} ranks, {options.rounds} rounds; jax {jax.__version__}, {mpi}")
-        print(preset_text(options.xla_preset, flags) or f"XLA flags: {flags.xla_flags or 'none'}")
-        print(markdown(["", "", "ms", "ratio (95 %)", "quartiles", "page faults"], rows))
+        print(markdown(["", "", "ms", "ratio (95 %)", "quartiles"], rows))
 
 
 if __name__ == "__main__":

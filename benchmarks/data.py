@@ -22,26 +22,21 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 import pyarrow
 import pyarrow.parquet
 import tyro
 from paired import markdown, ratios, rounds, take_turns
 from PIL import Image
+from stepper import Stepper
 
-from shardtrain.data import Batches, Corpus, ImageFiles, place
+from shardtrain.data import Batches, Corpus, ImageFiles
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.huggingface_tokenizer import library, train_tokenizer
 from shardtrain.data.samples import Batch
 from shardtrain.data.tokenize import TokenizeOptions, tokenize
 from shardtrain.functional.loss import classification_loss, next_token_loss
-from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.vit import VitConfig
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_step
 
 MEMORY, MEMORY_AGAIN = "from memory", "from memory again"
 READY = 16
@@ -73,31 +68,18 @@ class Options:
     workers: tuple[int, ...] = (1, 2)
 
 
-class Fed:
-    """A compiled step that takes batches from wherever they come."""
-
-    def __init__(self, config: Callable[..., Any], loss: Any, batch: Batch) -> None:
-        model, layout = convert_model(config), Layout()
-        optimizer = optax.adamw(3e-4)
-        self.mesh, self.axes = make_mesh(layout, jax.devices()[:1]), layout.batch_axes
-        placement = make_placement(model, optimizer, layout, self.mesh)
-        self.state = init_state(model, optimizer, placement, seed=0)
-        self.step = make_step(model, loss, optimizer, placement)
-        self.run([], iter([batch]), 1)
-
-    def run(self, ticks: list[float], batches: Iterator[Batch], steps: int) -> None:
-        """Run some steps, each waited for after the next one was given."""
-        waiting = None
-        for _ in range(steps):
-            ticks.append(perf_counter())
-            placed = place(next(batches), self.mesh, self.axes)
-            self.state, metrics = self.step(self.state, placed)
-            jax.block_until_ready(waiting)
-            waiting = metrics["loss_sum"]
+def feed(stepper: Stepper, ticks: list[float], batches: Iterator[Batch], steps: int) -> None:
+    """Run some steps, each waited for after the next one was given."""
+    waiting = None
+    for _ in range(steps):
+        ticks.append(perf_counter())
+        metrics = stepper(stepper.place(next(batches)))
         jax.block_until_ready(waiting)
+        waiting = metrics["loss_sum"]
+    jax.block_until_ready(waiting)
 
 
-def compare_sources(fed: Fed, sources: dict[str, Any], batch: int, options: Options) -> Rows:
+def compare_sources(stepper: Stepper, sources: dict[str, Any], batch: int, options: Options) -> Rows:
     """Feed a step from each source and from memory, in turn; return a row for each."""
     made = {name: Batches(source=each, batch=batch) for name, each in sources.items()}
     ready = [each for each, _ in islice(next(iter(made.values())).iterate(), READY)]
@@ -105,9 +87,7 @@ def compare_sources(fed: Fed, sources: dict[str, Any], batch: int, options: Opti
         streams: dict[str, Iterator[Batch]] = {MEMORY: cycle(ready), MEMORY_AGAIN: cycle(ready)}
         for name, each in made.items():
             streams[name] = (found for found, _ in stack.enter_context(closing(each.iterate())))
-        sides = {
-            name: partial(fed.run, batches=stream, steps=options.steps) for name, stream in streams.items()
-        }
+        sides = {k: partial(feed, stepper, batches=v, steps=options.steps) for k, v in streams.items()}
         blocks = rounds(sides, options.rounds, 1, 0, options.quiet)
     return [
         (
@@ -144,8 +124,7 @@ def measure_tokens(folder: Path, options: Options) -> str:
     config = DecoderConfig(vocab=257, seq=seq, embed=embed, num_layers=layers, num_heads=2)
     paths = {"Parquet": parquet, "ready tokens": folder / "ready"}
     sources = {name: Corpus(paths=(path,), seq=seq).train(folder / "run") for name, path in paths.items()}
-    first = Batches(source=sources["Parquet"], batch=batch).load({"epoch": 0, "index": 0})
-    rows = compare_sources(Fed(config, next_token_loss, first), sources, batch, options)
+    rows = compare_sources(Stepper(config, next_token_loss), sources, batch, options)
     return markdown(FED, [(f"decoder, {batch} x {seq} tokens", *row) for row in rows])
 
 
@@ -156,14 +135,13 @@ def measure_images(folder: Path, options: Options) -> str:
     write_images(folder / "jpeg", side, num_images)
     size, batch = (16, 4) if tiny else (64, 16)
     source = ImageFiles(paths=(folder / "jpeg",), classes=4, size=size).train(folder / "run")
-    first = Batches(source=source, batch=batch).load({"epoch": 0, "index": 0})
     rows: Rows = []
     for layers, embed in ((1, 16),) if tiny else ((2, 64), (6, 192)):
         config = VitConfig(
             height=size, width=size, classes=4, patch=8, embed=embed, num_layers=layers, num_heads=2
         )
         name = f"ViT of {layers} blocks, {batch} images of {side} to {size}"
-        found = compare_sources(Fed(config, classification_loss, first), {"JPEG": source}, batch, options)
+        found = compare_sources(Stepper(config, classification_loss), {"JPEG": source}, batch, options)
         rows += [(name, *row) for row in found]
     return markdown(FED, rows)
 

@@ -1,9 +1,9 @@
 """The price of a step of elastic islands: the same toy step, its gradients summed by them and by MPI.
 
-    python benchmarks/elastic_price.py [--work] [--megabytes 1 4 16] [--milliseconds 5 50] [--rounds 5]
+    python benchmarks/elastic_price.py [--megabytes 1 4 16] [--milliseconds 5 50] [--rounds 5]
 
-Three processes on this host. A step waits for some time, as if a device computed, or keeps its core busy with
---work; then gradients are summed. One row of a batch is a slot, one for each island. Each round launches all
+Three processes on this host. A step waits for some time, as if a device computed; then gradients are
+summed. One row of a batch is a slot, one for each island. Each round launches all
 sides in another order. Islands: by TLS over TCP, as on several hosts, also in 8 bits, and by local sockets.
 MPI: an allreduce of MPICH over TCP (`UCX_TLS=tcp`) and through shared memory, and nothing else of a step of
 `train`, so the ratio is an upper bound. With fewer cores than islands they wait for each other's encryption
@@ -41,7 +41,6 @@ class Options:
     Args:
       megabytes: sizes of gradients.
       milliseconds: times of a step's computation.
-      work: keep the core busy instead of waiting.
       mpi: measure MPI too, for which a network namespace of its own has no device.
       rounds: launches of each side.
       steps: of each launch; the first ten are not measured.
@@ -52,7 +51,6 @@ class Options:
 
     megabytes: tuple[float, ...] = (1, 4, 16)
     milliseconds: tuple[float, ...] = (5, 50)
-    work: bool = False
     mpi: bool = True
     rounds: int = 5
     steps: int = 40
@@ -66,20 +64,15 @@ class Toy:
 
     def __init__(self, options: Options) -> None:
         (megabytes,), (milliseconds,) = options.megabytes, options.milliseconds
-        self._seconds, self._work = milliseconds / 1000, options.work
+        self._seconds = milliseconds / 1000
         self.gradients = np.ones(round(megabytes * (1 << 18)), np.float32)
         self.state = np.zeros((), np.int64)
         self.codecs = "int8" if options.side == "int8" else ""
         self.began: list[float] = []
 
     def compute(self, step: int, slots: Sequence[int]) -> np.ndarray:
-        end = time.perf_counter() + self._seconds * len(slots)
         self.began.append(time.perf_counter())
-        if self._work:
-            while time.perf_counter() < end:
-                np.add(self.gradients[:1000], 1)
-        else:
-            time.sleep(end - time.perf_counter())
+        time.sleep(self._seconds * len(slots))
         return self.gradients * np.float32(len(slots))
 
     def apply(self, step: int, total: np.ndarray) -> None:
@@ -132,7 +125,7 @@ def show(toy: Toy) -> None:
 
 def launch(options: Options, side: str) -> float:
     """Return the median seconds of a step of a launch."""
-    words = [sys.executable, __file__, *(["--work"] if options.work else ["--no-work"])]
+    words = [sys.executable, __file__]
     for name in ("steps", "megabytes", "milliseconds"):
         value = getattr(options, name)
         words += [f"--{name}", str(value[0] if isinstance(value, tuple) else value)]
@@ -158,9 +151,7 @@ def main(options: Options) -> None:
     sides = list(dict.fromkeys([*ISLAND_SIDES, *pairs.values()]))
     for milliseconds in options.milliseconds:
         for megabytes in options.megabytes:
-            case = Options(
-                megabytes=(megabytes,), milliseconds=(milliseconds,), work=options.work, steps=options.steps
-            )
+            case = Options(megabytes=(megabytes,), milliseconds=(milliseconds,), steps=options.steps)
             calls = {side: partial(launch, case, side) for side in sides}
             seconds = take_turns(calls, options.rounds, options.seed)
             rows.append([

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
+from stepper import Stepper
 
-from shardtrain.data import Batches, Loader, Position, Windows, batch_shard
+from shardtrain.data import Batches, Loader, Position, Tokens, Windows, batch_shard, write_tokens
 from shardtrain.data.order import epoch_order
-from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.models.decoder import DecoderConfig
@@ -30,13 +30,11 @@ from shardtrain.models.ops import find_ops, set_ops
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.progress import progress
-from shardtrain.report.sinks.json_lines import JsonLines
+from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.system.xla_flags import step_options
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.feed import Feed
@@ -48,6 +46,20 @@ from shardtrain.trainer.usage import RunTotals, UsageLog
 from shardtrain.trainer.waves import make_barrier_schedule
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
+
+
+def write_source(folder: Path, config: DecoderConfig, batch: int, num_batches: int) -> Windows:
+    """Write random tokens for some batches, and return their windows."""
+    num_tokens = config.seq * batch * num_batches + 1
+    tokens = np.random.default_rng(0).integers(0, config.vocab, num_tokens)
+    write_tokens(folder / "tokens.npy", [tokens], dtype="uint32")
+    data = Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
+    return data.train(folder)
+
+
+def largest_difference(expected: list[float], found: list[float]) -> float:
+    """Return the largest relative difference of two lists of losses."""
+    return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
 
 
 class HandWritten:
@@ -124,16 +136,13 @@ class Toolkit:
     def __init__(
         self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path, num: int = 1
     ) -> None:
-        model, layout = convert_model(config), Layout()
         named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
-        optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, model.dims)
-        mesh = make_mesh(layout, jax.devices()[:num])
-        placement = make_placement(model, optimizer, layout, mesh)
-        self.state = init_state(model, optimizer, placement, seed)
-        self.step = make_step(model, next_token_loss, optimizer, placement, rate)
-        shard = batch_shard([batch], 0, mesh, layout.batch_axes, 1)
+        optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, convert_model(config).dims)
+        self.step = step = Stepper(config, optimizer=optimizer, rate=rate, num_devices=num, seed=seed)
+        self.state = step.state
+        shard = batch_shard([batch], 0, step.mesh, step.axes, 1)
         batches = Batches(source=source, batch=batch, seed=seed, rows=shard.rows)
-        self.feed = Feed(Loader(batches, {batch: shard}, mesh, layout.batch_axes, 1))
+        self.feed = Feed(Loader(batches, {batch: shard}, step.mesh, step.axes, 1))
         self.reading = ExitStack()
         self.reading.enter_context(self.feed.reading(Position(epoch=0, index=0)))
         self.coordination = Coordination()
@@ -153,6 +162,7 @@ class Toolkit:
             coordination=self.coordination,
             feed=_TickingFeed(self.feed, ticks),
             barriers=make_barrier_schedule(run),
+            elastic=None,
             shares=SimpleNamespace(saved=dict),
             description={},
             labels=(),
@@ -163,10 +173,10 @@ class Toolkit:
         activity = ActivityRecord()
         session: Any = SimpleNamespace(
             prepared=prepared,
-            checkpoints=_NoCheckpoints(last),
+            checkpoints=no_checkpoints(last),
             output=self.progress,
             activity=activity,
-            step=self.step,
+            step=self.step.step,
             evaluate=lambda state: {},
             check=None,
             untimed=nullcontext,
@@ -180,12 +190,17 @@ class Toolkit:
         if stop.received is not None:
             raise KeyboardInterrupt
 
+    def first_losses(self, steps: int) -> list[float]:
+        """Run some steps; return the losses of all so far."""
+        self.loop([], steps, log_every=1)
+        return [line["train/loss"] for line in read_jsonl(self.metrics)]
+
     def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
         """The compiled step alone, on a batch that is on the mesh already."""
         pending = deque[jax.Array]()
         for _ in range(steps):
             ticks.append(perf_counter())
-            self.state, metrics = self.step(self.state, batch)
+            self.state, metrics = self.step.step(self.state, batch)
             pending.append(metrics["loss_sum"])
             if len(pending) > STEPS_LATE:
                 float(pending.popleft())
@@ -209,32 +224,9 @@ class _TickingFeed:
         return next(self._feed)
 
 
-class _NoCheckpoints:
-    """Stands where the loop saves its last state, which here is only the last of a block."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def latest(self) -> int:
-        return self._last
-
-    def save(self, *_: Any) -> None:
-        pass
-
-    def complete(self, by_all: int | None) -> int | None:
-        return None
-
-    def is_best(self, step: int) -> bool:
-        return False
-
-    def evaluated(self, *_: Any) -> None:
-        pass
-
-    def confirm(self, step: int | None) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
+def no_checkpoints(last: int) -> Any:
+    """Return what stands where the loop saves its last state, which here is only the last of a block."""
+    ignored = ("save", "complete", "evaluated", "confirm", "wait", "settle")
+    return SimpleNamespace(
+        latest=lambda: last, is_best=lambda step: False, **dict.fromkeys(ignored, lambda *_: None)
+    )

@@ -14,16 +14,13 @@ from statistics import median
 from typing import Literal
 
 import jax
-import numpy as np
 import tyro
-from loops import HandWritten, Toolkit
+from loops import HandWritten, Toolkit, largest_difference, write_source
 from paired import Block, Spread, markdown, ratios, rounds
 
-from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig, gpt2
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.devices import find_device, mfu
-from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.plan.devices import find_device
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 MODELS = {
@@ -96,16 +93,10 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # the hand-written loop knows the order of the first epoch only: it holds all losses compared
-        num_tokens = config.seq * batch * max(BATCHES_IN_EPOCH, options.compare) + 1
-        tokens = np.random.default_rng(seed).integers(0, config.vocab, num_tokens)
-        write_tokens(folder / "tokens.npy", [tokens], dtype="uint32")
-        data = Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
-        source = data.train(folder)
+        source = write_source(folder, config, batch, max(BATCHES_IN_EPOCH, options.compare))
         hand = HandWritten(config, source, batch, seed)
         with closing(Toolkit(config, source, batch, seed, folder)) as toolkit:
-            toolkit.loop([], options.compare, log_every=1)
-            told = [record["train/loss"] for record in read_jsonl(toolkit.metrics)]
-            losses = hand.loop([], options.compare), told
+            losses = hand.loop([], options.compare), toolkit.first_losses(options.compare)
             again = hand.twin()
             hand_batch, toolkit_batch = hand.next_batch(), next(toolkit.feed)[0]
             sides = {
@@ -119,7 +110,7 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
     step_seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
     tokens_per_second = batch * config.seq / step_seconds[TOOLKIT]
     device = find_device(jax.devices()[0].device_kind)
-    known = device is not None and device.matrix_flops_per_second
+    peak = device and device.matrix_flops_per_second
     return Figures(
         losses=losses,
         step_seconds=step_seconds,
@@ -128,13 +119,8 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
             for pair, (side, over) in PAIRS.items()
         },
         tokens_per_second=tokens_per_second,
-        mfu=mfu(tokens_per_second * flops_per_token(config), device) if device and known else None,
+        mfu=tokens_per_second * flops_per_token(config) / peak if peak else None,
     )
-
-
-def largest_difference(hand: list[float], toolkit: list[float]) -> float:
-    """Return the largest relative difference of two lists of losses."""
-    return max(abs(b / a - 1) for a, b in zip(hand, toolkit, strict=True))
 
 
 def main(options: Options) -> None:

@@ -1,15 +1,15 @@
-"""How right the planner is: memory and times that it predicts, against compiled steps on this machine.
+"""How right the planner is: memory, bytes and times that it predicts, against compiled and measured steps.
 
-uv run python benchmarks/planner.py [memory] [long] [rank] [large] [--steps 8]
+uv run python benchmarks/planner.py [memory] [long] [traffic] [gpu] [rank] [--steps 8]
     [--measured rows.csv] [--kind h100]
 
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. long: likewise of
-long sequences over the mesh axis context. rank: 24 ways to run a small decoder on 8 simulated devices,
-processor time of a step beside two predictions: by three rates that are measured first, and by constants
-that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
-it is there. large: seconds to plan 1,024 devices.
+long sequences over the mesh axis context. traffic: likewise the bytes that a device sends in a step of GPT-2
+medium. gpu: steps that one H200 ran (`gpu.py`), beside their predictions; nothing runs. rank: 24 ways to run
+a small decoder on 8 simulated devices, processor time of a step beside its prediction by three rates that
+are measured first; with --measured FILE from the rows of a file, without running a step, if it is there.
 
-Figures: docs/benchmarks/planner.md.
+Figures: docs/benchmarks/planner.md and traffic.md.
 """
 
 import argparse
@@ -19,27 +19,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from gpu import CASES, LLAMA_1B, LLAMA_8B_SLICE, ROOMY
+from paired import markdown
+from stepper import token_shapes
 
-from shardtrain import (
-    next_token_loss,
-)
+from shardtrain import next_token_loss
 from shardtrain.cli.calibrate import count_cores, measure_host
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
+from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.calibration import fit_rates
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.compile import GPU_TARGETS, compile_step, describe_devices, figures
-from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
-from shardtrain.plan.predict import predict_choices
-from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import search
-from shardtrain.plan.space import Space, mesh_text
+from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
+from shardtrain.plan.predict import predict, predict_choices, steps, sum_sent_by_axes
+from shardtrain.plan.prediction import Choice, Prediction
+from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -81,16 +82,6 @@ data=1 1 none
 data=2 8 weights
 fsdp=2,tensor=2 4 dots zero1
 """
-PROBES = """
-data=4 1 none
-fsdp=8 2 none
-data=2,pipeline=4 2 weights
-tensor=2 2 none
-pipeline=2 4 none
-data=1 4 full
-"""
-"""Six ways that are not ranked, to which constants are fitted."""
-
 LONG = """
 1 16384 1 context=2 1 full ring
 1 16384 1 context=4 1 full ring
@@ -111,6 +102,50 @@ LONG = """
 """
 """Blocks, positions and rows of a decoder, and a way to run it."""
 
+GPT2_MEDIUM = DecoderConfig(vocab=50304, seq=1024, embed=1024, num_layers=24, num_heads=16)
+SENT = """
+data=8 1 weights
+data=8 4 weights
+fsdp=8 1 weights
+fsdp=8 4 weights
+fsdp=8 4 weights zero2
+tensor=8 1 weights
+tensor=8 1 weights sequence
+tensor=8 1 weights sequence matmul
+data=2,fsdp=2,tensor=2 4 weights
+"""
+"""Ways to run 64 rows of it."""
+
+H200 = "NVIDIA H200"
+
+
+class MeasuredStep(NamedTuple):
+    """A step that was measured on one H200.
+
+    Args:
+      name: of the model, and what it recomputes.
+      config: the model.
+      rows: of the batch.
+      ms: of a step; None: only its memory was measured.
+      memory_gib: the most memory in use; None: it was not measured.
+    """
+
+    name: str
+    config: DecoderConfig
+    rows: int
+    ms: float | None = None
+    memory_gib: float | None = None
+
+
+STEPS = (
+    MeasuredStep("GPT-2 124M", CASES["gpt2-124m"].config, 32, 61.0, 16.9),
+    MeasuredStep("Llama 1.2B, remat weights", replace(LLAMA_1B, remat="weights"), 8, 248),
+    MeasuredStep("Llama 1.2B, remat outputs", LLAMA_1B, 8, 295),
+    MeasuredStep("Llama 1.2B, remat weights, all logits", replace(LLAMA_1B, **ROOMY), 8, memory_gib=42.7),
+    MeasuredStep("4 of 32 blocks of a Llama 8B, remat outputs", LLAMA_8B_SLICE, 1, 172),
+)
+"""The figures of docs/benchmarks/gpu.md."""
+
 
 def read_way(text: str) -> Choice:
     """Return a way to run a step from a line above."""
@@ -118,8 +153,9 @@ def read_way(text: str) -> Choice:
     attention = next((word for word in rest if word.startswith(("ring", "all-"))), "ring")
     layout = Layout(
         mesh={axis: int(size) for axis, size in (each.split("=") for each in mesh.split(","))},
-        zero=1 if "zero1" in rest else 3,
+        zero=1 if "zero1" in rest else 2 if "zero2" in rest else 3,
         sequence_sharded="sequence" in rest,
+        collective_matmul="matmul" in rest,
         context_attention=attention,  # type: ignore[arg-type]
     )
     return Choice(layout=layout, accumulate=int(accumulate), remat=remat)  # type: ignore[arg-type]
@@ -142,10 +178,7 @@ def make_subject(config: DecoderConfig, rows: int = ROWS, kind: str = "cpu") -> 
         model=lambda remat: convert_model(apply_remat(config, remat)),
         loss=next_token_loss,
         optimizer=optax.adamw(1e-3),
-        batch={
-            "tokens": jax.ShapeDtypeStruct((rows, config.seq + 1), np.int32),
-            "weights": jax.ShapeDtypeStruct((rows,), np.float32),
-        },
+        batch=token_shapes(rows, config.seq),
         **target,  # type: ignore[arg-type]
     )
 
@@ -159,10 +192,12 @@ def place_state(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
     return make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
 
 
-def compare_memory(cases: Sequence[tuple[str, Subject, Choice]], kind: str) -> None:
-    """Print predicted over compiled bytes of a device."""
+def compare(
+    cases: Sequence[tuple[str, Subject, Choice]], kind: str, what: Literal["memory", "sent"] = "memory"
+) -> list[float]:
+    """Print compiled and predicted megabytes of a device, memory or sent in a step; return the ratios."""
     machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
-    within = []
+    ratios = []
     for name, subject, choice in cases:
         num_devices = math.prod(choice.layout.mesh.values())
         compiled = compile_step(
@@ -173,18 +208,23 @@ def compare_memory(cases: Sequence[tuple[str, Subject, Choice]], kind: str) -> N
             subject.batch,
             microbatches=choice.accumulate,
         )
-        real = figures(compiled, axis_sizes(choice.layout.mesh, num_devices)).device_bytes
-        (predicted,) = predict_choices(subject, machine, num_devices, [choice])
-        total = predicted.memory.total
-        within.append(abs(total / real - 1) <= 0.1)
-        found = f"{real / 1e6:.1f} | {total / 1e6:.1f} | {total / real:.3f}"
-        print(f"| {name} | {way_text(choice)} | {found} |", flush=True)
-    print(f"within 10 %: {sum(within)} of {len(within)}")
+        found = figures(compiled, axis_sizes(choice.layout.mesh, num_devices))
+        (step,) = steps(subject, machine, num_devices, [choice])
+        if what == "memory":
+            real, predicted = found.device_bytes, predict(step, machine).memory.total
+        else:
+            real = sum(each.wire_bytes_per_device for each in found.collectives)
+            predicted = sum(sum_sent_by_axes(step, simulated=kind == "cpu").values())
+        ratios.append(predicted / real)
+        shown = f"{real / 1e6:.1f} | {predicted / 1e6:.1f} | {ratios[-1]:.3f}"
+        print(f"| {name} | {way_text(choice)} | {shown} |", flush=True)
+    print(f"within 10 %: {sum(abs(ratio - 1) <= 0.1 for ratio in ratios)} of {len(ratios)}")
+    return ratios
 
 
 def compare_small(kind: str) -> None:
     subjects = {name: make_subject(config, kind=kind) for name, config in MODELS.items()}
-    compare_memory([(k, v, choice) for k, v in subjects.items() for choice in read_ways(POINTS)], kind)
+    compare([(k, v, choice) for k, v in subjects.items() for choice in read_ways(POINTS)], kind)
 
 
 def compare_long(kind: str) -> None:
@@ -193,7 +233,39 @@ def compare_long(kind: str) -> None:
         layers, seq, rows, way = line.split(maxsplit=3)
         config = replace(SMALL, seq=int(seq), embed=256, num_layers=int(layers), num_heads=4, mlp=256)
         cases.append((f"{layers} x {seq} x {rows}", make_subject(config, int(rows), kind), read_way(way)))
-    compare_memory(cases, kind)
+    compare(cases, kind)
+
+
+def compare_sent(kind: str) -> None:
+    configs = {"float32, tied": GPT2_MEDIUM}
+    if kind != "cpu":
+        # XLA for CPU turns bfloat16 into float32 before it sends it
+        configs["bfloat16, untied"] = replace(GPT2_MEDIUM, dtype="bfloat16", tied=False)
+    for name, config in configs.items():
+        subject = make_subject(config, 64, kind)
+        compare([(name, subject, choice) for choice in read_ways(SENT)], kind, "sent")
+
+
+def predict_measured(step: MeasuredStep) -> Prediction:
+    """Return what the planner predicts for a step on one H200."""
+    subject = make_subject(step.config, step.rows)
+    optimizer, _ = make_optimizer(Optimizer(), 1000, convert_model(step.config).dims)
+    subject = replace(subject, optimizer=optimizer, target=Target(H200, one_device=True))
+    machine = make_machine(ClusterDevice(name=H200), 1, in_float32=False)
+    (found,) = predict_choices(subject, machine, 1, [Choice(layout=Layout())])
+    return found
+
+
+def compare_measured() -> None:
+    """Print measured milliseconds and GiB of steps, the predicted ones, and predicted over measured."""
+    rows = []
+    for step in STEPS:
+        found = predict_measured(step)
+        pairs = (step.ms, 1e3 * found.seconds.total), (step.memory_gib, found.memory.total / 2**30)
+        figures = [(real or "", f"{x:.1f}", f"{x / real:.2f}" if real else "") for real, x in pairs]
+        rows.append((step.name, f"{step.rows} x {step.config.seq}", *figures[0], *figures[1]))
+    header = [f"{what}{unit}" for unit in (" ms", " GiB") for what in ("measured", "predicted", "ratio of")]
+    print(markdown(["one H200", "rows x tokens", *header], rows))
 
 
 class Measured(NamedTuple):
@@ -202,31 +274,29 @@ class Measured(NamedTuple):
     Args:
       host: all of it as one device.
       cores: of it.
-      judged, probes: (ways, rounds).
+      seconds: (ways, rounds).
     """
 
     host: Machine
     cores: int
-    judged: np.ndarray
-    probes: np.ndarray
+    seconds: np.ndarray
 
 
 def measure_ranked(path: Path | None, steps: int) -> Measured:
     """Return the rows of a CSV file; if it is not there, measure them and write it."""
     if path is not None and path.exists():
         return read_rows(path)
-    host = measure_host("float32")
-    judged, probes = read_ways(RANKED), read_ways(PROBES)
-    seconds = time_steps(make_subject(SMALL), [*judged, *probes], steps)
-    found = Measured(host, count_cores(), seconds[: len(judged)], seconds[len(judged) :])
+    host, ways = measure_host("float32"), read_ways(RANKED)
+    found = Measured(host, count_cores(), time_steps(make_subject(SMALL), ways, steps))
     if path is not None:
         rates = {name: getattr(host.rates, name) for name in RATES}
         link = {"link": host.device_link.bytes_per_second, "latency": host.device_link.latency_seconds}
         rows = [("host", name, value) for name, value in {"cores": found.cores, **rates, **link}.items()]
-        for kind, ways, values in (("judged", judged, found.judged), ("probe", probes, found.probes)):
-            rows += [(kind, way_text(w), f"{x:.6f}") for w, v in zip(ways, values, strict=True) for x in v]
+        rows += [
+            ("way", way_text(w), f"{x:.6f}") for w, v in zip(ways, found.seconds, strict=True) for x in v
+        ]
         with path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([("kind", "way", "value"), *rows])
+            csv.writer(file, lineterminator="\n").writerows([("kind", "name", "value"), *rows])
     return found
 
 
@@ -242,19 +312,16 @@ def read_rows(path: Path) -> Measured:
     values: dict[tuple[str, str], list[float]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):
-            values.setdefault((row["kind"], row["way"]), []).append(float(row["value"]))
-    host = {way: value for (kind, way), (value, *_) in values.items() if kind == "host"}
+            values.setdefault((row["kind"], row["name"]), []).append(float(row["value"]))
+    host = {name: value for (kind, name), (value, *_) in values.items() if kind == "host"}
 
-    def rows_of(kind: str, text: str) -> np.ndarray:
-        ways = [(kind, way_text(choice)) for choice in read_ways(text)]
-        if missing := [way for way in ways if way not in values]:
-            raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
-        return np.array([values[way] for way in ways])
-
+    ways = [("way", way_text(choice)) for choice in read_ways(RANKED)]
+    if missing := [way for way in ways if way not in values]:
+        raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
     link = Link(bytes_per_second=host["link"], latency_seconds=host["latency"])
     rates = Rates(**{name: host[name] for name in RATES})  # type: ignore[arg-type]
     machine = Machine(rates=rates, device_link=link)
-    return Measured(machine, int(host["cores"]), rows_of("judged", RANKED), rows_of("probe", PROBES))
+    return Measured(machine, int(host["cores"]), np.array([values[way] for way in ways]))
 
 
 def correlate_orders(one: np.ndarray, other: np.ndarray) -> float:
@@ -274,26 +341,14 @@ def predict_seconds(host: Machine, choices: Sequence[Choice], cores: int) -> np.
 
 
 def judge(measured: Measured) -> None:
-    """Print predicted times beside processor times of a step, and how well their orders agree.
-
-    Predicted by three rates that are measured first, and by constants fitted to `PROBES` alone.
-    """
-    judged, probes = read_ways(RANKED), read_ways(PROBES)
-    least, of_probes = measured.judged.min(1), measured.probes.min(1)
-    fit = fit_rates(
-        measured.host,
-        lambda host: predict_seconds(host, probes, measured.cores).tolist(),
-        of_probes.tolist(),
-    )
-    hosts = {"rates": measured.host, "fitted to probes": fit.machine}
-    times = {name: predict_seconds(host, judged, measured.cores) for name, host in hosts.items()}
-    for choice, *each in zip(judged, *times.values(), least, strict=True):
+    """Print predicted times beside processor times of a step, and how well their orders agree."""
+    ways, least = read_ways(RANKED), measured.seconds.min(1)
+    predicted = predict_seconds(measured.host, ways, measured.cores)
+    for choice, *each in zip(ways, predicted, least, strict=True):
         print(f"| {way_text(choice)} | {' | '.join(f'{1e3 * x:.0f}' for x in each)} |")
-    print(f"fitted: {fit.machine.rates}, {fit.machine.device_link}")
-    for name, predicted in times.items():
-        order, pick = correlate_orders(predicted, least), least[predicted.argmin()] / least.min()
-        print(f"{name}: rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
-    halves = (measured.judged[:, start::2].min(1) for start in (0, 1))
+    order, pick = correlate_orders(predicted, least), least[predicted.argmin()] / least.min()
+    print(f"rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
+    halves = (measured.seconds[:, start::2].min(1) for start in (0, 1))
     print(f"rounds with odd and even numbers: rank correlation {correlate_orders(*halves):.3f}")
 
 
@@ -321,40 +376,23 @@ def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.n
     return times[:, 2:]
 
 
-def plan_large() -> None:
-    """Print how long a plan of 1,024 A100 at half of their peak takes."""
-    rates = Rates(flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6)
-    machine = Machine(
-        rates=replace(rates, memory_bytes=80e9),
-        devices_per_node=8,
-        device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
-        node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
-    )
-    config = DecoderConfig(vocab=50304, seq=1024, embed=4096, num_layers=32, num_heads=32, mlp=16384)
-    began = time.process_time()
-    plan = search(make_subject(config, 2048), machine, 1024, Space(), most=3)
-    seconds = time.process_time() - began
-    print(f"{plan.num_choices} ways, {len(plan.refused)} layouts refused: {seconds:.1f} s of a processor")
-    for each in plan.ranked:
-        print(way_text(each.choice))
-
-
 def main() -> None:
-    """Run the parts that are named, or all but long."""
+    """Run the parts that are named, or memory and rank."""
     # before devices start: freed memory is kept, as in launched islands; else page faults are a third
     tune_malloc()
     jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
+    parser.add_argument("parts", nargs="*", default=["memory", "rank"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--measured", type=Path, help="CSV file of the steps of rank: read, or else written")
-    parser.add_argument("--kind", default="cpu", help="of memory and long: cpu, h100 or a100")
+    parser.add_argument("--kind", default="cpu", help="of memory, long and traffic: cpu, h100 or a100")
     options = parser.parse_args()
     parts = {
         "memory": lambda: compare_small(options.kind),
         "long": lambda: compare_long(options.kind),
+        "traffic": lambda: compare_sent(options.kind),
+        "gpu": compare_measured,
         "rank": lambda: judge(measure_ranked(options.measured, options.steps)),
-        "large": plan_large,
     }
     for part in options.parts:
         parts[part]()

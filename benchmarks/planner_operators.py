@@ -3,15 +3,14 @@
 uv run python benchmarks/planner_operators.py [MODEL ...] [--kind h100 | v5e:2x4]
 
 Six small models on two nodes of four devices, of simulated CPU or of GPUs and TPUs that need not be there:
-data parallel, megatron (tensor in a node), one weird trick (for images: products split what they sum over),
-the best layout and the best shardings of operators. A row has MB that a device sends in a step, and its
-MFLOP, predicted : counted; then MB over each set of axes.
+data parallel, megatron (tensor in a node), the best layout and the best shardings of operators. A row has MB
+that a device sends in a step, and its MFLOP, predicted : counted; then MB over each set of axes.
 
 Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 import optax
 from planner import place_state
+from stepper import token_shapes
 
 from shardtrain import (
     Run,
@@ -39,14 +39,7 @@ from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.operators.search import (
-    LayoutSearch,
-    SearchResult,
-    plan_operators,
-    shard_by_rules,
-    shard_group,
-    trace_whole_step,
-)
+from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import RankedChoice, search
@@ -75,7 +68,7 @@ class Way(NamedTuple):
     Args:
       name: its name in the table.
       layout: its layout.
-      sent: mesh axes -> bytes; () for all together.
+      sent: mesh axes -> bytes.
       flops: of matrix products and convolutions.
     """
 
@@ -93,14 +86,20 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
     )
     small = replace(decoder, vocab=256, embed=128, mlp=512)
 
-    def shapes(rows: int, **tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        found = {name: jax.ShapeDtypeStruct((rows, seq), np.int32) for name, seq in tokens.items()}
-        return {**found, "weights": jax.ShapeDtypeStruct((rows,), np.float32)}
-
-    tokens = shapes(8, tokens=33)
-    images = shapes(16) | {
-        "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
-        "label": jax.ShapeDtypeStruct((16,), np.int32),
+    tokens, images = (
+        token_shapes(8, 32),
+        {
+            "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
+            "label": jax.ShapeDtypeStruct((16,), np.int32),
+            "weights": jax.ShapeDtypeStruct((16,), np.float32),
+        },
+    )
+    source = jax.ShapeDtypeStruct((8, 32), np.int32)
+    pairs = {
+        "source": source,
+        "source_mask": source,
+        "target": tokens["tokens"],
+        "weights": tokens["weights"],
     }
     experts = replace(decoder, mlp=256, experts=Experts(num=4))
     linen = from_linen(LinenDecoder(small), jax.ShapeDtypeStruct((1, 32), np.int32))
@@ -109,13 +108,13 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
         "mixture of experts": (experts, next_token_loss, tokens),
         "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
         "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
-        "encoder-decoder": (both, translation_loss, shapes(8, source=32, target=33, source_mask=32)),
+        "encoder-decoder": (both, translation_loss, pairs),
         "linen decoder": (linen, next_token_loss, tokens),
     }
 
 
 def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
-    """Yield layouts, one weird trick and the best shardings of operators, as the planner predicts them."""
+    """Yield layouts and the best shardings of operators, as the planner predicts them."""
     # ten classes are not split over four devices
     rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
     ways: dict[str, Layout | RankedChoice] = {
@@ -124,8 +123,6 @@ def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
     space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
     best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
     ways["best layout"] = best.choice.layout
-    if "image" in subject.batch:
-        ways["one weird trick"] = make_operator_choice(run, subject.batch, split_sums(subject))
     plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best)
     if plan.best is not None:
         ways["operators"] = make_operator_choice(run, subject.batch, plan.best)
@@ -137,28 +134,6 @@ def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
         if change is not None:
             sent, flops = change.predict_sent(sent), flops + change.flops
         yield Way(name, layout, sent, flops)
-
-
-def split_sums(subject: Subject) -> LayoutSearch:
-    """Return one weird trick: convolutions split rows, and products with a parameter what they sum over."""
-    choice = Choice(layout=Layout(mesh={"fsdp": NUM_DEVICES}))
-    (step,) = steps(subject, NODES, NUM_DEVICES, [choice])
-    graph = trace_whole_step(subject, NUM_DEVICES, None)
-    start = shard_by_rules(graph, NODES, choice.layout.mesh, step.choice.layout)
-    best = start
-    for number in graph.groups:
-        operator = graph.operators[number]
-        path, _, kind = operator.scope.partition(":")
-        summed = [dim for dim in operator.choices if dim not in operator.result]
-        if kind.startswith("dot_general") and path in subject.parameter_paths and len(summed) == 1:
-            sharding = (summed[0],)
-            if start.space.fits(number, sharding):
-                best = best.changed(shard_group(start, number, sharding))
-    return LayoutSearch(
-        layout=RankedChoice(choice=choice, prediction=predict(step, NODES), fits=True),
-        layout_sent=sum_sent_by_axes(step, simulated=True),
-        result=SearchResult(start=start, best=best),
-    )
 
 
 def compare(name: str, kind: str) -> None:
@@ -180,14 +155,12 @@ def compare(name: str, kind: str) -> None:
         placement = place_state(subject, Choice(layout=way.layout), kind)
         program = compile_step(make_model(run), loss, optimizer, placement, batch)
         found = figures(program, dict(placement.mesh.shape))
-        sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        sent = Counter[tuple[str, ...]]()
         for each in found.collectives:
-            sent[each.axes] += each.wire_bytes_per_device
-        totals = f"{_pair(sum(way.sent.values()), sum(sent.values()))} | {_pair(way.flops, found.flops)}"
-        of_axes = ", ".join(
-            f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}"
-            for over in dict.fromkeys((*way.sent, *sent))
-        )
+            sent.update({each.axes: each.wire_bytes_per_device})  # type: ignore[dict-item]
+        totals = f"{_pair(sum(way.sent.values()), sent.total())} | {_pair(way.flops, found.flops)}"
+        both = dict.fromkeys((*way.sent, *sent))
+        of_axes = ", ".join(f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}" for over in both)
         print(f"| {name} | {way.name} | {mesh_text(way.layout)} | {totals} | {of_axes} |", flush=True)
 
 

@@ -1,14 +1,39 @@
-"""What benchmarks on several ranks share: cores, a run of real text, a quota of processor time."""
+"""What benchmarks of several ranks share: a command, cores, a run of real text, a quota of processor time."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 PERIOD_SECONDS, LEAST_SECONDS = 0.004, 0.001
 """The period of a quota, short beside a step, and the shortest quota that the kernel gives."""
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_command(*words: object, before: Sequence[str] = (), **environment: str) -> str:
+    """Run a command of `shardtrain` in the repository, and return what it prints.
+
+    Args:
+      words: the command and its options.
+      before: a command that runs it, such as on another host.
+      environment: variables.
+
+    Raises:
+      SystemExit: it failed.
+    """
+    command = [*before, sys.executable, "-m", "shardtrain", *map(str, words)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "400", **environment}
+    found = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        ended = f"{' '.join(command)} ended with {found.returncode}"
+        sys.exit(f"{ended}:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
+    return found.stdout
 
 
 def bind(*, one_core: bool = False) -> None:

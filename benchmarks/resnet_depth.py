@@ -8,10 +8,7 @@ nothing runs: it prints how many times as fast as one node the planner expects u
 """
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+from ranks import run_command
 
 from shardtrain import classification_loss
 from shardtrain.functional.nnx_model import convert_model
@@ -30,7 +28,6 @@ from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.report.sinks.json_lines import read_jsonl
 
-ROOT = Path(__file__).parents[1]
 STAGES = ["--across", "pipeline", "--stages", "flops", "--partitions"]
 WAYS = {
     "one": (1, []),
@@ -52,28 +49,16 @@ IMAGES_PER_NODE = 64
 def run(way: str, depth: int, stack: int, steps: int, folder: Path) -> tuple[list[float], float, float, str]:
     """Return the losses, seconds to the end, seconds of the fastest step, and the line of peak memory."""
     num_islands, options = WAYS[way]
-    program = str(Path(sys.executable).parent / "shardtrain")
-    start = [program] if num_islands == 1 else [program, "launch", "--islands", str(num_islands), "--"]
+    launch = ["launch", "--islands", num_islands, "--"] if num_islands > 1 else []
     model = {"depth": depth, "filters": 4, "num-groups": 2, "stack": stack}
-    command = [*start, "train", "examples/digits_resnet.py", "--batch", str(BATCH), "--steps", str(steps)]
-    command += [word for name, value in model.items() for word in (f"--model.{name}", str(value))]
-    command += ["--accumulate", str(MICROBATCHES), "--log-every", "1", "--evaluate-every", "None", *options]
+    command = [*launch, "train", "examples/digits_resnet.py", "--batch", BATCH, "--steps", steps]
+    command += [word for name, value in model.items() for word in (f"--model.{name}", value)]
+    command += ["--accumulate", MICROBATCHES, "--log-every", 1, "--evaluate-every", None, *options]
     begin = time.monotonic()
-    done = subprocess.run(
-        [*command, "--run-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    printed = run_command(*command, "--run-dir", folder, JAX_PLATFORMS="cpu")
     seconds = time.monotonic() - begin
-    if done.returncode:
-        raise SystemExit(
-            f"{way} ended with code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
-    peak = re.search(r"peak memory of .*", done.stdout)
+    peak = re.search(r"peak memory of .*", printed)
     fastest = min(1 / line["updates_per_second"] for line in lines if line.get("updates_per_second"))
     return [line["train/loss"] for line in lines], seconds, fastest, peak[0] if peak else ""
 

@@ -6,8 +6,6 @@ Hosts are network namespaces of this machine (tests/faults/network.py), whose li
 both train the model of examples/gpt_text.py. Needs Linux, and root or user namespaces.
 """
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import Any
 
 import tyro
 from paired import markdown
+from ranks import ROOT, run_command
 
 from shardtrain.report.sinks.json_lines import read_jsonl
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
-from network import Hosts  # noqa: E402  # pyright: ignore[reportMissingImports]
+from network import Hosts  # pyright: ignore[reportMissingImports]
 
 WAYS = ("root", "all_reduce", "hierarchical")
 """Values of --reduce."""
@@ -47,36 +45,19 @@ class Options:
 
 def train(hosts: Any, reduce: str, steps: int, folder: Path) -> tuple[float, float, float]:
     """Return the median seconds of a step, the part that waits for other islands, and the last loss."""
-    launch = [
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "launch",
-        "--hosts",
-        ",".join(f"{n}:2" for n in hosts.names),
-    ]
-    words = [*launch, "--", "train", str(ROOT / "examples" / "gpt_text.py"), "--cpu-devices", "1"]
-    fixed = {"reduce": reduce, "steps": steps, "log-every": 1, "evaluate-every": "None", "sinks": "jsonl"}
-    words += [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
-    environment = {
-        "HYDRA_LAUNCHER": "ssh",
-        "HYDRA_LAUNCHER_EXEC": str(hosts.remote),
+    places = ",".join(f"{name}:2" for name in hosts.names)
+    fixed = {"reduce": reduce, "steps": steps, "log-every": 1, "evaluate-every": None, "sinks": "jsonl"}
+    run_command(
+        *("launch", "--hosts", places, "--", "train", "examples/gpt_text.py", "--cpu-devices", 1),
+        *(word for name, value in fixed.items() for word in (f"--{name}", value)),
+        *("--run-dir", folder),
+        before=hosts.command(0, []),
+        HYDRA_LAUNCHER="ssh",
+        HYDRA_LAUNCHER_EXEC=str(hosts.remote),
         # the hosts share one machine's memory, which MPI may use within a host only
-        "UCX_TLS": "tcp,self",
-        "UCX_NET_DEVICES": "eth0",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        hosts.command(0, [*words, "--run-dir", str(folder)]),
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        UCX_TLS="tcp,self",
+        UCX_NET_DEVICES="eth0",
     )
-    if done.returncode:
-        raise SystemExit(
-            f"{reduce} ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
-        )
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
     timed = [line for line in lines if line["step"] > 10]
     kinds = [name for name in timed[0] if name.startswith("seconds/") and name not in NOT_STEPS]

@@ -37,43 +37,31 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 
+BATCH, CONTEXT, HELDOUT = 16, 8, 4096
+"""Examples of a replica, bytes that the next is told from, and examples whose loss is looked at."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One way to train, for which learning rates are searched.
 
     Args:
       optimizer: of `OPTIMIZERS`.
-      batch: examples of one replica.
-      target: held-out loss, nats a byte.
       rates: log2 of the learning rates that every combiner tries at every number of replicas.
       combiners: by name; "+deltas" combines what each replica's own optimizer made of its own gradient.
     """
 
     optimizer: Literal["sgd", "momentum", "adam", "lamb"]
-    batch: int
-    target: float
     rates: tuple[int, ...]
     combiners: tuple[str, ...] = ("mean", "adasum")
 
 
+BY_OWN = ("mean", "adasum+deltas", "adasum")
 SETTINGS = {
-    "sgd, 16 examples": Setting(optimizer="sgd", batch=16, target=2.6, rates=tuple(range(-4, 3))),
-    "sgd, 128 examples": Setting(optimizer="sgd", batch=128, target=2.6, rates=tuple(range(-4, 3))),
-    "momentum, 16 examples": Setting(optimizer="momentum", batch=16, target=2.6, rates=tuple(range(-7, 1))),
-    "adam, 16 examples": Setting(
-        optimizer="adam",
-        batch=16,
-        target=2.6,
-        rates=tuple(range(-10, -3)),
-        combiners=("mean", "adasum+deltas", "adasum"),
-    ),
-    "lamb, 16 examples": Setting(
-        optimizer="lamb",
-        batch=16,
-        target=2.6,
-        rates=tuple(range(-9, 0)),
-        combiners=("mean", "adasum+deltas", "adasum"),
-    ),
+    "sgd": Setting(optimizer="sgd", rates=tuple(range(-4, 3))),
+    "momentum": Setting(optimizer="momentum", rates=tuple(range(-7, 1))),
+    "adam": Setting(optimizer="adam", rates=tuple(range(-10, -3)), combiners=BY_OWN),
+    "lamb": Setting(optimizer="lamb", rates=tuple(range(-9, 0)), combiners=BY_OWN),
 }
 TOO_MANY = 3
 """A run with more steps than this many times the best of its row is given up: it cannot become the best."""
@@ -88,16 +76,14 @@ class Options:
       settings: names of `SETTINGS`.
       most_steps: a run that has not come to its target by then is given up.
       seeds: how often each is run; the median counts.
-      context: bytes that the next is told from.
-      heldout: examples whose loss is looked at.
+      target: held-out loss, nats a byte.
     """
 
     replicas: tuple[int, ...] = (1, 4, 16, 64)
     settings: tuple[str, ...] = tuple(SETTINGS)
     most_steps: int = 1200
     seeds: int = 3
-    context: int = 8
-    heldout: int = 4096
+    target: float = 2.6
 
 
 class Task(NamedTuple):
@@ -105,24 +91,22 @@ class Task(NamedTuple):
 
     text: jax.Array
     heldout: tuple[jax.Array, jax.Array]
-    context: int
 
 
-def make_task(options: Options, folder: Path) -> Task:
+def make_task(folder: Path) -> Task:
     """The default text of `examples/gpt_text.py`, the sources of Python's standard library."""
-    text = Text(seq=options.context)
+    text = Text(seq=CONTEXT)
     tokens = np.load(text.pack(folder).path)
     begin = int(len(tokens) * (1 - text.heldout_fraction))
-    starts = np.random.default_rng(0).integers(begin, len(tokens) - options.context - 1, options.heldout)
-    windows = tokens[starts[:, None] + np.arange(options.context + 1)]
+    starts = np.random.default_rng(0).integers(begin, len(tokens) - CONTEXT - 1, HELDOUT)
+    windows = tokens[starts[:, None] + np.arange(CONTEXT + 1)]
     heldout = (jnp.asarray(windows[:, :-1], jnp.int32), jnp.asarray(windows[:, -1], jnp.int32))
-    return Task(jnp.asarray(tokens[:begin], jnp.uint8), heldout, options.context)
+    return Task(jnp.asarray(tokens[:begin], jnp.uint8), heldout)
 
 
-def init(key: jax.Array, context: int) -> dict[str, jax.Array]:
+def init(key: jax.Array) -> dict[str, jax.Array]:
     """The network of Bengio et al. 2003: a table, one hidden layer, the logits."""
-    keys = jax.random.split(key, 3)
-    width = context * EMBED
+    keys, width = jax.random.split(key, 3), CONTEXT * EMBED
     return {
         "table": jax.random.normal(keys[0], (VOCAB, EMBED)),
         "hidden": jax.random.normal(keys[1], (width, HIDDEN)) / math.sqrt(width),
@@ -153,7 +137,7 @@ class Trainer:
 
     def __init__(self, task: Task, setting: Setting, combiner: str, replicas: int) -> None:
         name, _, on = combiner.partition("+")
-        self._task, self._batch, self._replicas = task, setting.batch, replicas
+        self._task, self._replicas = task, replicas
         self._deltas = on == "deltas"
         self._optimizer = OPTIMIZERS[setting.optimizer]
         self._combiner, self._group = make_combiner(name), MeshGroup("replicas", replicas)
@@ -172,7 +156,7 @@ class Trainer:
         return None
 
     def _begin(self, key: jax.Array) -> Carry:
-        params = init(key, self._task.context)
+        params = init(key)
         opt_state = self._optimizer(1.0).init(params)
         if self._deltas:
             opt_state = jax.tree.map(lambda x: jnp.stack([x] * self._replicas), opt_state)
@@ -184,10 +168,9 @@ class Trainer:
 
     def _step(self, carry: Carry, rate: jax.Array, key: jax.Array) -> Carry:
         optimizer = self._optimizer(rate)
-        text, context = self._task.text, self._task.context
-        shape = (self._replicas, self._batch, 1)
-        starts = jax.random.randint(jax.random.fold_in(key, carry.step), shape, 0, len(text) - context - 1)
-        windows = text[starts + jnp.arange(context + 1)].astype(jnp.int32)
+        text, shape = self._task.text, (self._replicas, BATCH, 1)
+        starts = jax.random.randint(jax.random.fold_in(key, carry.step), shape, 0, len(text) - CONTEXT - 1)
+        windows = text[starts + jnp.arange(CONTEXT + 1)].astype(jnp.int32)
         grads = jax.vmap(jax.grad(loss), (None, 0, 0))(carry.params, windows[..., :-1], windows[..., -1])
         if self._deltas:
             deltas, opt_state = jax.vmap(optimizer.update, (0, 0, None))(grads, carry.opt_state, carry.params)
@@ -198,7 +181,7 @@ class Trainer:
 
     def _combined(self, trees: Any) -> Any:
         def combine(tree: Any) -> Any:
-            return self._combiner.combine(tree, jnp.float32(self._batch), (), self._group).value
+            return self._combiner.combine(tree, jnp.float32(BATCH), (), self._group).value
 
         found = jax.vmap(combine, axis_name="replicas")(trees)
         return jax.tree.map(lambda x: x[0], found)
@@ -223,7 +206,7 @@ class Row(NamedTuple):
 def measure(options: Options) -> Iterator[Row]:
     """Yield all rows."""
     with tempfile.TemporaryDirectory() as name:
-        task = make_task(options, Path(name))
+        task = make_task(Path(name))
     for name in options.settings:
         setting, alone = SETTINGS[name], None
         for replicas in options.replicas:
@@ -250,7 +233,7 @@ def search(
         least = min((steps for steps in found.values() if steps is not None), default=math.inf)
         most = options.most_steps if rate == alone else min(options.most_steps, TOO_MANY * least)
         seeds = [
-            trainer.steps_to(setting.target, 2.0**rate, seed, most) or math.inf
+            trainer.steps_to(options.target, 2.0**rate, seed, most) or math.inf
             for seed in range(options.seeds)
         ]
         found[rate] = None if math.isinf(median(seeds)) else median(seeds)
@@ -258,18 +241,15 @@ def search(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format steps tuned, at the rate that was best for one replica, and at P times that rate."""
-    header = ["setting", "P", "combiner", "steps, tuned", "its rate"]
+    """Format steps tuned, and at the rate that was best for one replica."""
     lines: list[tuple[object, ...]] = []
     alone: dict[str, int] = {}
     for row in rows:
         rate, steps = row.best or (0, None)
-        one = alone.setdefault(row.setting, rate)
-        # the linear rule is the mean's
-        scaled = row.steps.get(one + round(math.log2(row.replicas))) if row.combiner == "mean" else None
-        at_one = row.steps.get(one)
-        lines.append((row.setting, row.replicas, row.combiner, steps, f"2^{rate}", at_one, scaled))
-    return markdown([*header, "at one replica's rate", "at P times it"], lines)
+        at_one = row.steps.get(alone.setdefault(row.setting, rate))
+        lines.append((row.setting, row.replicas, row.combiner, steps, f"2^{rate}", at_one))
+    header = ["optimizer", "P", "combiner", "steps, tuned", "its rate", "at one replica's rate"]
+    return markdown(header, lines)
 
 
 def main(options: Options) -> None:

@@ -14,16 +14,12 @@ from pathlib import Path
 from statistics import median
 
 import jax
-import numpy as np
 import tyro
-from loops import HandWritten, Toolkit
-from overhead import largest_difference
+from loops import HandWritten, Toolkit, largest_difference, write_source
 from paired import markdown, ratios, rounds
 
-from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
+from shardtrain.system.xla_flags import apply_preset
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 NANOGPT = DecoderConfig(
@@ -31,15 +27,9 @@ NANOGPT = DecoderConfig(
 )
 BATCH, BATCHES_IN_EPOCH = 12, 256
 TORCH = "torch"
-UNROLLED = replace(NANOGPT, scan=False)
-CONFIGS = {
-    "scanned": (NANOGPT, False),
-    "unrolled": (UNROLLED, False),
-    "unrolled, no remat": (replace(UNROLLED, remat="none"), False),
-    "scanned, all devices": (NANOGPT, True),
-}
-"""Name -> the model, and whether it runs on all devices, over the axis data, or on one."""
-HAND = "hand-written jax, unrolled"
+DEVICES = 2
+"""CPU devices of this process, as of `shardtrain train --cpu-devices`."""
+HAND, ONE, ALL = "hand-written jax, unrolled", "shardtrain, one device", f"shardtrain, {DEVICES} devices"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,44 +41,31 @@ class Options:
       steps: steps of a block.
       quiet: rounds in which others took more than this share of the processors are run again.
       compare: steps from the start whose losses are compared.
-      cpu_devices: number of CPU devices of this process, as of `shardtrain train`.
-      xla_preset: flags of XLA, as of `shardtrain train`.
     """
 
     rounds: int = 20
     steps: int = 25
     quiet: float = 1.0
     compare: int = 20
-    cpu_devices: int = 2
-    xla_preset: Preset = "auto"
 
 
 def main(options: Options) -> None:
     # torch is no dependency of this project: `uv run --with torch`
     from torch_model import TorchLoop
 
-    flags = apply_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
-    devices = f"--xla_force_host_platform_device_count={options.cpu_devices}"
-    os.environ["XLA_FLAGS"] = f"{flags.xla_flags} {devices}"
+    flags = apply_preset("auto", os.environ, metadata.version("jaxlib")).xla_flags
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        num_tokens = NANOGPT.seq * BATCH * max(BATCHES_IN_EPOCH, options.compare) + 1
-        tokens = np.random.default_rng(0).integers(0, NANOGPT.vocab, num_tokens)
-        write_tokens(folder / "tokens.npy", [tokens])
-        data = Tokens(path=folder / "tokens.npy", vocab=NANOGPT.vocab, seq=NANOGPT.seq, heldout_fraction=0)
-        source = data.train(folder)
-        toolkits, losses = {}, {}
-        hand = HandWritten(UNROLLED, source, BATCH, 0)
-        for name, (config, on_all) in CONFIGS.items():
-            num = options.cpu_devices if on_all else 1
-            (own := folder / str(len(toolkits))).mkdir()
-            toolkits[name] = stack.enter_context(closing(Toolkit(config, source, BATCH, 0, own, num)))
-        beside = TorchLoop(NANOGPT, toolkits["scanned"].state.params, hand.tokens, BATCH)
-        losses[TORCH] = beside.loop([], options.compare)
-        hand.loop([], options.compare)
-        for name, toolkit in toolkits.items():
-            toolkit.loop([], options.compare, log_every=1)
-            losses[name] = [record["train/loss"] for record in read_jsonl(toolkit.metrics)]
+        source = write_source(folder, NANOGPT, BATCH, max(BATCHES_IN_EPOCH, options.compare))
+        hand = HandWritten(replace(NANOGPT, scan=False), source, BATCH, 0)
+        toolkits = {}
+        for name, num in {ONE: 1, ALL: DEVICES}.items():
+            (own := folder / str(num)).mkdir()
+            toolkits[name] = stack.enter_context(closing(Toolkit(NANOGPT, source, BATCH, 0, own, num)))
+        beside = TorchLoop(NANOGPT, toolkits[ONE].state.params, hand.tokens, BATCH)
+        losses = {TORCH: beside.loop([], options.compare), HAND: hand.loop([], options.compare)}
+        losses |= {name: toolkit.first_losses(options.compare) for name, toolkit in toolkits.items()}
         sides = {
             TORCH: partial(beside.loop, steps=options.steps),
             HAND: partial(hand.loop, steps=options.steps),
@@ -99,15 +76,14 @@ def main(options: Options) -> None:
     seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
     print(
         f"nanoGPT, {BATCH} x {NANOGPT.seq} tokens a step, float32; {options.rounds} rounds of {options.steps}"
-        f" steps; {os.cpu_count()} cores; jax {jax.__version__}, torch {metadata.version('torch')}\n"
-        f"{preset_text(options.xla_preset, flags) or 'no XLA flags'}"
+        f" steps; {os.cpu_count()} cores; jax {jax.__version__}, torch {metadata.version('torch')}"
     )
     rows = [
         (
             name,
             f"{1e3 * seconds[name]:.2f}",
             spread,
-            f"{largest_difference(losses[TORCH], losses[name]):.1e}" if name in losses else "",
+            f"{largest_difference(losses[TORCH], losses[name]):.1e}",
         )
         for name, spread in spreads.items()
     ]

@@ -4,8 +4,7 @@ mpiexec -n 2 python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--cha
 
 Every rank keeps to one core. The last one gets one `slow`-th of it, by a quota of a control group. The same
 run is trained with equal shares and with `--shares auto`, in another order in each round. With --change rank
-0 is the slow one from the middle of each run on. With --splits 26,6 27,5 these fixed rows are tried beside
-them. Figures: docs/benchmarks/unequal_islands.md.
+0 is the slow one from the middle of each run on. Figures: docs/benchmarks/unequal_islands.md.
 """
 
 import io
@@ -38,7 +37,6 @@ class Options:
     Args:
       slow: the last island has this part of its core: 1 / slow; 1 slows nobody.
       change: slow the first island instead, from the middle of each run on.
-      splits: rows of the islands that are kept through a run of their own, each as 26,6.
       rounds: runs of each way.
       steps: of each run.
       measured: the last steps of a run, whose seconds are taken; lines of metrics are for 10 steps each.
@@ -48,7 +46,6 @@ class Options:
 
     slow: int = 2
     change: bool = False
-    splits: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 80
     measured: int = 30
@@ -164,8 +161,7 @@ def read_result(
 def table(options: Options, found: dict[str, list[Result]]) -> str:
     """Format the runs; ratios are of runs next to each other.
 
-    The ideal is what the islands compute together in a second if none waits: measured in the run with equal
-    shares, and in the run itself.
+    The ideal is what the islands compute together in a second if none waits, in the run with equal shares.
     """
     rows = [
         (
@@ -182,12 +178,7 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     shown = {
         "equal shares / auto": [a.step_seconds / b.step_seconds for a, b in pairs],
         "auto / ideal": [b.step_seconds * a.speed / options.batch for a, b in pairs],
-        "auto / ideal of the same run": [b.step_seconds * b.speed / options.batch for _, b in pairs],
     }
-    for name in found.keys() - {EQUAL, AUTO}:
-        shown[f"auto / {name}"] = [
-            b.step_seconds / x.step_seconds for (_, b), x in zip(pairs, found[name], strict=True)
-        ]
     for name, each in shown.items():
         text += f"\n{name}: {median(each):.2f} ({', '.join(f'{x:.2f}' for x in each)})"
     return text
@@ -197,7 +188,6 @@ def main(options: Options) -> None:
     bind(one_core=True)
     islands = join_ranks()
     ways: dict[str, Any] = {EQUAL: (1.0,) * islands.environment.size, AUTO: "auto"}
-    ways |= {f"rows {rows}": tuple(map(float, rows.split(","))) for rows in options.splits}
     found: dict[str, list[Result]] = {name: [] for name in ways}
     # the first run of a process takes up to a tenth longer, so it is not counted
     measure(options, ways[EQUAL], islands)

@@ -157,12 +157,3 @@ def gpt2(**changes: Any) -> DecoderConfig:
     """GPT-2 small, 124 million parameters; pass vocab=50304 to split the vocabulary over devices."""
     config = DecoderConfig(vocab=50257, seq=1024, embed=768, num_layers=12, num_heads=12)
     return replace(config, **changes)
-
-
-def llama_small(**changes: Any) -> DecoderConfig:
-    """A Llama of GPT-2's size: rotary, root-mean-square norm, swiglu, grouped queries, no biases."""
-    config = DecoderConfig(
-        vocab=32_000, seq=2048, embed=768, num_layers=12, num_heads=12, num_kv_heads=4, mlp=2048,
-        positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False,
-    )  # fmt: skip
-    return replace(config, **changes)

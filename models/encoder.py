@@ -4,9 +4,9 @@ Its attention is bidirectional and every position gets logits over the vocabular
 tokens. Blocks are stacked as in `decoder.py`; `transformer.py` has the parts that both share.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -163,8 +163,3 @@ class Encoder(DropoutKeys):
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
         return compute_logits(self.config.parts, h_BTD, self.head, self.embedding, self.head_bias)
-
-
-def bert_base(**changes: Any) -> EncoderConfig:
-    """BERT base, 110 million parameters; pass vocab=30592 to split the vocabulary over devices."""
-    return replace(EncoderConfig(vocab=30522, seq=512, embed=768, num_layers=12, num_heads=12), **changes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain.cli.arguments import list_too_small
 from shardtrain.cli.compilation import CompileOptions
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.batch_size import GOALS
@@ -90,8 +90,7 @@ class PlanOptions(CompileOptions):
                 "nothing describes the machine; give --cluster FILE, or --devices 64 --device"
                 ' "NVIDIA A100-SXM4-80GB"'
             )
-        if problems:
-            raise problems_error("this cannot be planned", problems)
+        refuse("this cannot be planned", problems)
         if given is not None:
             return given
         device = ClusterDevice(

@@ -18,7 +18,7 @@ from shardtrain.combine.narrow import bfloat16, float16
 from shardtrain.combine.power_sgd import power_sgd
 from shardtrain.combine.scale import scale
 from shardtrain.combine.top_k import top_k
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 
 __all__ = [
     "CODECS",
@@ -101,8 +101,7 @@ def make_combiner(text: str) -> Combiner:
             links.append(table[name](_value(argument)) if colon else table[name]())
         except ValueError as error:
             problems.append(f"{kind} {word.strip()!r}: {error}")
-    if problems:
-        raise problems_error(f"combiner {text!r} cannot be made", problems)
+    refuse(f"combiner {text!r} cannot be made", problems)
     return chain(*links)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.combine.group import Group
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 """The dtypes that combiners take; all arithmetic is float32."""
@@ -95,8 +95,7 @@ def chain(*links: Codec | Combiner) -> Combiner:
     ]
     if not links or not isinstance(links[-1], Combiner):
         problems.append("the last link is not a combiner; end with one, such as mean()")
-    if problems:
-        raise problems_error("these links make no chain", problems)
+    refuse("these links make no chain", problems)
     *codecs, combiner = links
     for codec in reversed(codecs):
         combiner = codec(combiner)  # type: ignore[operator]

@@ -11,7 +11,7 @@ import optax
 from shardtrain.combine import Combiner, make_combiner
 from shardtrain.combine.sync_trigger import ALWAYS, SyncTrigger, make_sync_trigger
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class Outer:
             problems.append(f"momentum is {self.momentum}; use 0 or more and less than 1, such as 0.9")
         if self.nesterov and self.momentum == 0:
             problems.append("nesterov is True, but momentum is 0; give a momentum, such as 0.9")
-        if problems:
-            raise problems_error("this outer optimizer cannot be used", problems)
+        refuse("this outer optimizer cannot be used", problems)
 
 
 class Round(NamedTuple):
@@ -152,8 +151,7 @@ class Synchronisation:
         problems += self._wave_problems()
         if self.inside == "sum" and self.on == "deltas":
             problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
-        if problems:
-            raise problems_error("replicas cannot be synchronised like this", problems)
+        refuse("replicas cannot be synchronised like this", problems)
         if isinstance(self.by, str):
             make_combiner(self.by)
         make_sync_trigger(self.when)

@@ -35,14 +35,14 @@ def needs_library(what: str, library: str, extra: str) -> str:
     )
 
 
-def refuse(asked: str, problems: Sequence[str]) -> None:
-    """Raise one error that lists every problem, if there is one.
+def refuse(asked: str, problems: Sequence[str], most: int | None = None) -> None:
+    """Raise one error that lists every problem, if there is one; see `problems_error`.
 
     Raises:
       ValueError: see `problems_error`.
     """
     if problems:
-        raise problems_error(asked, problems)
+        raise problems_error(asked, problems, most)
 
 
 def problems_error(asked: str, problems: Sequence[str], most: int | None = None) -> ValueError:

@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.frozen import drop_paths, merge_trees
 from shardtrain.functional.model import Tree
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
@@ -252,8 +252,7 @@ class Optimizer:
             )
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")
-        if problems:
-            raise problems_error("this optimizer cannot be used", problems)
+        refuse("this optimizer cannot be used", problems)
 
 
 def make_optimizer(

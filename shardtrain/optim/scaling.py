@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 
@@ -54,8 +54,7 @@ class Scaling:
                 f"warmup is {self.warmup} steps, but with rate 'none' there is nothing to rise to; use"
                 f" rate linear or sqrt, or set optimizer.learning_rate.warmup to {self.warmup}"
             )
-        if problems:
-            raise problems_error("this scaling cannot be used", problems)
+        refuse("this scaling cannot be used", problems)
 
 
 def scale_run(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.model import path_text
 from shardtrain.system.excerpts import some
 
@@ -195,8 +195,7 @@ class Schedule:
             for name, value in (("start", self.start), ("final", self.final), ("decay", self.decay))
             if not 0 <= value <= 1
         ]
-        if problems:
-            raise problems_error("this schedule cannot be used", problems)
+        refuse("this schedule cannot be used", problems)
 
 
 def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:

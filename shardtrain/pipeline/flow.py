@@ -49,11 +49,6 @@ class Flow:
         """Return whether a value has cotangents; masks and integers have none."""
         return jnp.issubdtype(self.shapes[value].dtype, jnp.inexact)
 
-    def num_bytes(self, value: Value) -> int:
-        """Return the size of one message of a value."""
-        shape = self.shapes[value]
-        return shape.size * shape.dtype.itemsize
-
 
 def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows: int) -> Flow:
     """Trace parts one after the other and return the values between them; computes nothing.

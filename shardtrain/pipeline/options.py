@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.pipeline.partition import parse_cuts
 from shardtrain.pipeline.schedule import SCHEDULES, find_placement
 from shardtrain.sharding.shares import parse_weights
@@ -76,8 +76,7 @@ class Pipeline:
                 )
         if self.link_speed is not None and not 0 < self.link_speed < math.inf:
             problems.append(f"link_speed is {self.link_speed}; use gigabytes a second above 0")
-        if problems:
-            raise problems_error("this pipeline cannot be made", problems)
+        refuse("this pipeline cannot be made", problems)
 
     def _find_in_flight_problems(self) -> list[str]:
         if self.in_flight < 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, problems_error, refuse
 from shardtrain.sharding.shares import shares
 
 WAYS = ("equal", "params", "flops", "time")
@@ -221,8 +221,7 @@ def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Cost
         problems.append(BY_TIME)
     elif by != "equal" and costs is None:
         problems.append(f"by {by!r} needs the costs of each block; give them, or cut by 'equal'")
-    if problems:
-        raise problems_error(f"{num_blocks} blocks cannot be cut into {num_parts} parts", problems)
+    refuse(f"{num_blocks} blocks cannot be cut into {num_parts} parts", problems)
     if not isinstance(by, str):
         return list(by)
     if by == "equal":

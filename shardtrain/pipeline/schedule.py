@@ -8,7 +8,7 @@ independently, and lock-step, for a mesh, where each tick waits for all stages. 
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
@@ -302,6 +302,5 @@ def make_table(
         for what in asked
         if found[what] != asked[what]
     ]
-    if problems:
-        raise problems_error(f"schedule {name_or_path} does not fit", problems)
+    refuse(f"schedule {name_or_path} does not fit", problems)
     return table

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.pipeline.table import Table, Task, list_needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
@@ -94,8 +94,7 @@ def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, T
         for key, found in times.items()
         if not 0 <= found < math.inf
     ]
-    if problems:
-        raise problems_error(f"schedule {table.name!r} cannot be simulated", problems)
+    refuse(f"schedule {table.name!r} cannot be simulated", problems)
     return work, hops
 
 

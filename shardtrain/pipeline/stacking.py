@@ -74,22 +74,21 @@ class Partition:
         """Whether blocks are stored in the order of the model, without zeros."""
         return self.stored_blocks == tuple(range(self.num_blocks))
 
-    def store_blocks(self, x: Any, dim: int = 0) -> Any:
+    def store_blocks(self, x: Any) -> Any:
         """Convert an array of all blocks to the order in which the mesh stores it, padded with zeros.
 
         Args:
-          x: (..., blocks, ...).
-          dim: the dim that counts blocks.
+          x: (blocks, ...).
         """
         if self.is_plain:
             return x
-        found = jnp.take(x, np.maximum(self.stored_blocks, 0), axis=dim)
-        real = np.asarray(self.stored_blocks).reshape(-1, *[1] * (x.ndim - dim - 1)) >= 0
+        found = jnp.take(x, np.maximum(self.stored_blocks, 0), axis=0)
+        real = np.asarray(self.stored_blocks).reshape(-1, *[1] * (x.ndim - 1)) >= 0
         return jnp.where(real, found, jnp.zeros((), x.dtype))
 
-    def restore_order(self, x: Any, dim: int = 0) -> Any:
+    def restore_order(self, x: Any) -> Any:
         """Convert a stored array to the order of the model, the reverse of `store_blocks`."""
-        return x if self.is_plain else jnp.take(x, _find_positions(self.stored_blocks), axis=dim)
+        return x if self.is_plain else jnp.take(x, _find_positions(self.stored_blocks), axis=0)
 
 
 def _find_positions(stored_blocks: Sequence[int]) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.pipeline.simulate import SimulatedTimes, simulate
 from shardtrain.pipeline.table import Table
 
@@ -107,10 +107,7 @@ class StageCosts:
             for stage, each in enumerate(self.devices)
             if not 0 < each.flops_per_second < math.inf
         ]
-        if problems:
-            raise problems_error(
-                f"{self.num_blocks} blocks cannot be cut for {stages} stages by time", problems
-            )
+        refuse(f"{self.num_blocks} blocks cannot be cut for {stages} stages by time", problems)
 
     @property
     def num_blocks(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.pipeline.part_placement import PartPlacement, find_placement_problem
 
 KINDS = ("forward", "backward", "weight")
@@ -156,8 +156,7 @@ def check(table: Table) -> None:
         problems = [*outside, *_count_problems(table), *_tick_problems(table), *_order_problems(table)]
     if not problems and table.live_bound is not None:
         problems = _live_problems(table, table.live_bound)
-    if problems:
-        raise problems_error(f"schedule {table.name!r} cannot run", problems)
+    refuse(f"schedule {table.name!r} cannot run", problems)
 
 
 def _format_task(task: Task, num_chunks: int) -> str:

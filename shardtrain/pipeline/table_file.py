@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.pipeline.part_placement import list_placements
 from shardtrain.pipeline.table import KINDS, Table, Task, check
 from shardtrain.system.atomic_write import replace_file
@@ -59,8 +59,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
     if not problems:
         tasks = [row for _, row in rows]
         problems = _size_problems(tasks) or _part_problems(tasks)
-    if problems:
-        raise problems_error(f"schedule file {path} cannot be read", problems, MOST_PROBLEMS)
+    refuse(f"schedule file {path} cannot be read", problems, MOST_PROBLEMS)
     table = _parse_rows([row for _, row in rows], Path(path).name, lockstep)
     check(table)
     return table

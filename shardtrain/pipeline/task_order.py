@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.pipeline.table import KINDS, Table, Task, list_needs
 
 Step = tuple[str, int, int]
@@ -227,8 +227,7 @@ def make_empty_table(
         problems.append(
             f"chunks (virtual stages) is {num_chunks}; use {most_chunks}, or the schedule 'interleaved'"
         )
-    if problems:
-        raise problems_error(f"schedule {name!r} cannot be made", problems)
+    refuse(f"schedule {name!r} cannot be made", problems)
     return Table(
         num_stages=num_stages,
         num_microbatches=num_microbatches,

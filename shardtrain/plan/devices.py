@@ -168,35 +168,3 @@ def find_device(device_kind: str) -> Device | None:
     """
     kind = OTHER_NAMES.get(device_kind, device_kind)
     return next((device for device in DEVICES if device.kind == kind), None)
-
-
-def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
-    """Return the model flops utilization: model flops per second over the peak of all devices.
-
-    Args:
-      flops_per_second: model flops of the examples of one second, forward and backward, without
-        recomputation; for a decoder tokens per second times
-        `models.decoder.flops_per_token`.
-      device: all devices are equal.
-      num_devices: 1 or more.
-
-    Returns:
-      A fraction of the peak.
-
-    Raises:
-      ValueError: there is no device, or it has no matrix products in bfloat16.
-
-    References:
-      Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
-
-    >>> mfu(395.8e12, find_device("NVIDIA H100 80GB HBM3"))
-    0.4
-    """
-    if num_devices < 1:
-        raise ValueError(f"the MFU of {num_devices} devices was asked for. Use num_devices=1 or more.")
-    if device.matrix_flops_per_second is None:
-        raise ValueError(
-            f"the MFU of {device.kind} was asked for, which has no matrix products in bfloat16; compare flops"
-            " per second with its peak in the dtype of the run"
-        )
-    return flops_per_second / (num_devices * device.matrix_flops_per_second)

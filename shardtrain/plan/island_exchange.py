@@ -63,13 +63,11 @@ class SyncCosts(NamedTuple):
     Args:
       steps: steps between merges of a parameter.
       bytes_per_step: bytes that an island sends in a step.
-      hidden_seconds: seconds of a step in which it sends while it computes.
       seconds: seconds of a step in which it waits.
     """
 
     steps: int
     bytes_per_step: float
-    hidden_seconds: float
     seconds: float
 
 
@@ -91,12 +89,11 @@ def compute_join(
     (4000.0, 1.0)
     >>> rare = Synchronisation(on="deltas", every=10, overlap=4)
     >>> [round(each, 3) for each in compute_join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
-    [10, 400.0, 0.04, 0.06]
+    [10, 400.0, 0.06]
     """
     seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]
     hidden = [min(each, synchronisation.overlap * step_seconds) for each in seconds]
-    waited = sum(seconds) - sum(hidden)
-    return SyncCosts(merges.every, merges.per_step, sum(hidden) / merges.every, waited / merges.every)
+    return SyncCosts(merges.every, merges.per_step, (sum(seconds) - sum(hidden)) / merges.every)
 
 
 def own_copies(synchronisation: Synchronisation) -> int:

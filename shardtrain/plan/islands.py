@@ -119,8 +119,7 @@ class ClusterPlan:
         if not (self.early and synchronisation.is_mean):
             return found
         # sending while later programs compute, minus the costs of several programs
-        waited = choose_fastest(self.early).seconds - self.island_seconds
-        return found._replace(seconds=waited, hidden_seconds=found.seconds - waited)
+        return found._replace(seconds=choose_fastest(self.early).seconds - self.island_seconds)
 
 
 class ReplicaPlanner:

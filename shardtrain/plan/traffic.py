@@ -1,8 +1,8 @@
 """Compute in theory the bytes that a step sends, by collective and mesh axes, from sizes. No jax.
 
-The formulas are for decoder-like models: data parallelism, ZeRO (Rajbhandari et al. 2020), Megatron's tensor
-split (Shoeybi et al. 2019) and sequence sharding (Korthikanti et al. 2022). `plan/hlo/collectives.py` reads
-the bytes of a compiled program.
+The bytes are those of parameters and gradients, by data parallelism and ZeRO (Rajbhandari et al. 2020); a
+trace of the model has those of its activations. `plan/hlo/collectives.py` reads the bytes of a compiled
+program.
 """
 
 import math
@@ -16,7 +16,6 @@ from typing import NamedTuple
 from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from shardtrain.sharding.array_dims import NamedArray
-from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.rules import Rules
 
 GRADIENT_BYTES = 4
@@ -66,10 +65,6 @@ def weights(
     )
 
 
-LOSS_SUMS = 3
-"""Numbers that a softmax over a sharded vocabulary reduces per token: largest logit, sum, target's logit."""
-
-
 Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
 """Collective, axes, whether it is in the blocks, and bytes of the unsharded array over all runs."""
 
@@ -79,10 +74,7 @@ class StepSizes:
     """Sizes of a training step.
 
     Args:
-      weights: the parameters. A parameter outside the blocks that tensor shards is a vocabulary.
-      num_tokens: number of tokens of the global batch, over all microbatches: B T.
-      embed: features of the residual stream: D.
-      num_blocks: number of blocks, each with two tensor-parallel halves (attention and feed-forward).
+      weights: the parameters.
       microbatches: number of microbatches that a step accumulates.
       compute_bytes: bytes of an element in computations: 4, or 2 for bfloat16.
       block_gathers: all-gathers of a block's weight per microbatch: 2 (forward and backward), or 1 if it is
@@ -92,9 +84,6 @@ class StepSizes:
     """
 
     weights: tuple[Weight, ...]
-    num_tokens: int = 0
-    embed: int = 0
-    num_blocks: int = 0
     microbatches: int = 1
     compute_bytes: int = 4
     block_gathers: float = 2
@@ -175,34 +164,6 @@ def _replicate_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
 
 
-def list_sequence_flows(weight: Weight, work: StepSizes) -> Flows:
-    """Yield the flow of a weight that is replicated over tensor, for a sharded sequence."""
-    used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
-    yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
-
-
-def list_activation_flows(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Flows:
-    """Yield the flows of activations over tensor: blocks and vocabulary reduce the residual stream."""
-    # the residual stream of this device has its rows, and its part of their positions
-    tokens = work.num_tokens / _multiply_sizes(sizes, (*layout.batch_axes, axes.CONTEXT))
-    stream_bytes = tokens * work.embed * work.compute_bytes
-    has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
-    # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an
-    # all-gather
-    kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
-    # 4 for two halves of a block, forward and backward; 2 for the vocabulary
-    in_blocks = 4 * work.num_blocks * stream_bytes
-    for kind in kinds:
-        if not layout.collective_matmul:
-            yield kind, (axes.TENSOR,), True, in_blocks
-        yield kind, (axes.TENSOR,), False, 2 * has_vocab * stream_bytes
-    if layout.collective_matmul:
-        # the same bytes, part by part
-        num = sizes.get(axes.TENSOR, 1)
-        yield PERMUTE, (axes.TENSOR,), True, len(kinds) * in_blocks * (num - 1) / num
-    yield ALL_REDUCE, (axes.TENSOR,), False, LOSS_SUMS * has_vocab * tokens * 4
-
-
 def _multiply_sizes(sizes: Mapping[str, int], over: frozenset[str] | tuple[str, ...]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in over)
 
@@ -234,41 +195,13 @@ def count_sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float
     return passes * (num_devices - 1) / num_devices * payload_bytes
 
 
-def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
-    """Return the bytes that each device has to send in one step.
-
-    It ignores scalars (loss, gradient norm), and that norms are computed in float32. The gradient of an
-    embedding that is also the head counts once. Gathers outside the blocks count for each microbatch, though
-    a compiler may keep the result. Recomputation repeats no reduction, as with remat "none", "weights" or
-    "outputs".
-
-    Args:
-      work: sizes of the step.
-      layout: for `zero` and `sequence_sharded`; its rules are already in the weights.
-      sizes: axis -> size, see `axis_sizes`.
-
-    Returns:
-      Bytes per device by collective, axes and whether in the blocks, without entries of 0.
-
-    >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
-    ...             num_tokens=1, embed=1, num_blocks=1)
-    >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
-    {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
-    """
-    parts = [list_activation_flows(work, layout, sizes), list_parameter_flows(work, layout.zero, sizes)]
-    if layout.sequence_sharded:
-        # weights that tensor does not shard get partial gradients
-        parts += [list_sequence_flows(each, work) for each in work.weights if axes.TENSOR not in each.axes]
-    return _sum_flows((flow for part in parts for flow in part), sizes)
-
-
 def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Traffic:
     """Return the bytes that each device has to send for parameters and gradients in one step of any model.
 
     They depend on the layout only, not on the model's computation.
 
     Args:
-      work: sizes of the step; the sizes of activations are ignored.
+      work: sizes of the step.
       zero: as `Layout.zero`.
       sizes: axis -> size.
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -14,7 +13,6 @@ from shardtrain.plan.advice.fit import (
     error_by_model,
     fits,
     predict,
-    saturation,
 )
 from shardtrain.report.tables import table_text
 
@@ -49,7 +47,7 @@ def fits_text(rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:
             f"nothing can be predicted from {len(rows)} rows: step_seconds needs teraflops,"
             " checkpoint_seconds needs checkpoint_mb; or give startup_seconds"
         )
-    return "\n".join([*found, _saturation_text(rows)]).rstrip("\n") + "\n"
+    return "\n".join(found)
 
 
 def _quantity_text(quantity: Quantity, rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:
@@ -72,21 +70,3 @@ def _quantity_text(quantity: Quantity, rows: Sequence[MeasuredRow], asked: Measu
         guess = predict(quantity, found, asked)
         text += f"predicted {quantity.name}: {'not known' if guess is None else f'{guess:.4g}'}\n"
     return text
-
-
-def _saturation_text(rows: Sequence[MeasuredRow]) -> str:
-    """Format the number of devices up to which speed grows, for models measured on at least three numbers."""
-    groups: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        if row.step_seconds is not None and row.teraflops is not None:
-            speed = row.teraflops / row.step_seconds
-            groups.setdefault((row.model, row.device), {})[row.devices] = speed
-    lines = []
-    for (model, device), speeds in groups.items():
-        if len(speeds) >= 3:
-            found = saturation(list(speeds), list(speeds.values()))
-            full = "grows to the last" if math.isinf(found.cap) else f"is full at {found.full_at:.3g} devices"
-            lines.append(
-                f"{model} on {device}: {found.per_device:.3g} teraflop/s of each device; the speed {full}\n"
-            )
-    return "".join(lines)

@@ -17,6 +17,11 @@ def unit_seconds(table: Table) -> dict[str, float]:
     return {"forward": 1.0, "backward": 1.0 if table.has_weight else 2.0, "weight": 1.0}
 
 
+def simulate_units(table: Table) -> SimulatedTimes:
+    """Simulate a table whose tasks take `unit_seconds`, with no time between stages."""
+    return simulate(table, unit_seconds(table))
+
+
 def task_text(task: Task, num_chunks: int = 1) -> str:
     """Format a task: kind, microbatch, and the chunk as a letter if there are several.
 
@@ -61,10 +66,10 @@ def timeline_text(table: Table, width: int | None = None) -> str:
     if shown < table.num_ticks:
         num_tasks = _format_count(sum(task.tick >= shown for task in table.tasks), "task")
         lines.append(f"ticks {shown} to {table.num_ticks - 1} do not fit here: {num_tasks}")
-    last = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     kinds = ", ".join(f"{LETTERS[kind]} {kind}" for kind in table.kinds)
     chunk = ", then the chunk (a, b, ...)" if table.num_chunks > 1 else ""
-    lines = [heading(table), *lines, f"{kinds}, then the microbatch{chunk}; {IDLE} waits", last]
+    lines = [heading(table), *lines, f"{kinds}, then the microbatch{chunk}; {IDLE} waits"]
+    lines.append(figures(table, simulate_units(table)))
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
@@ -79,24 +84,18 @@ def heading(table: Table) -> str:
     return f"schedule {table.name}: {', '.join([*sizes, form])}"
 
 
-def figures(table: Table, found: SimulatedTimes, times: str) -> str:
+def figures(table: Table, found: SimulatedTimes) -> str:
     """Format ticks, bubble and live microbatches in one line.
 
     Args:
       table: one that can run.
-      found: its simulation.
-      times: description of the task times.
+      found: its simulation, from `simulate_units`.
     """
     what = "microbatches" if table.num_chunks == 1 else "(chunk, microbatch)"
     live = " ".join(map(str, found.live))
-    ticks = _format_count(table.num_ticks, "tick")
-    return f"{ticks}; bubble {found.bubble:.1%} {times}; live {what} by stage: {live}"
-
-
-def unit_times(table: Table) -> str:
-    """Describe the times of `unit_seconds`."""
-    seconds = unit_seconds(table)
-    return "where " + ", ".join(f"{LETTERS[kind]} takes {seconds[kind]:g}" for kind in table.kinds)
+    ticks, seconds = _format_count(table.num_ticks, "tick"), unit_seconds(table)
+    times = ", ".join(f"{LETTERS[kind]} takes {seconds[kind]:g}" for kind in table.kinds)
+    return f"{ticks}; bubble {found.bubble:.1%} where {times}; live {what} by stage: {live}"
 
 
 def _cells(table: Table) -> list[list[str]]:

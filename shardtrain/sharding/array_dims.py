@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.sharding.rules import Rules
 from shardtrain.system.excerpts import some
 
@@ -83,8 +83,7 @@ def dims_by_pattern(
                 f"{pattern!r} gives {len(dims)} names, {tuple(dims)}, but matches {some(wrong, 8)};"
                 " give each number of dims a pattern of its own"
             )
-    if problems:
-        raise problems_error("the names of this run do not fit the model's parameters", problems)
+    refuse("the names of this run do not fit the model's parameters", problems)
     return {path: tuple(names[pattern]) for path, pattern in found.items()}
 
 

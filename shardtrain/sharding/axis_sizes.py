@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from shardtrain import axes
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.system.excerpts import short
 
 MOST_DEVICES, MOST_DIGITS = 1 << 24, 15
@@ -36,8 +36,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}; give it once")
         else:
             sizes[axis] = int(size)
-    if problems:
-        raise problems_error(f"mesh {text!r} cannot be read", problems)
+    refuse(f"mesh {text!r} cannot be read", problems)
     return sizes
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.sharding.axis_sizes import find_mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
 from shardtrain.sharding.single_arrays import Shards, find_form_problems, is_operator
@@ -104,8 +104,7 @@ class Layout:
             )
         if self.unnamed not in ("refuse", "replicate", "shard"):
             problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse', 'replicate' or 'shard'")
-        if problems:
-            raise problems_error("this layout cannot be used", problems)
+        refuse("this layout cannot be used", problems)
 
     @property
     def sharded_rules(self) -> Rules:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 def shares(
@@ -54,8 +54,7 @@ def shares(
         problems.append(f"{total} {what} with a minimum of {minimum}; use 0 or more for both")
     if len(multiples) != len(weights) or any(multiple < 1 for multiple in multiples):
         problems.append(f"multiples is {multiples}; give {len(weights)} numbers from 1")
-    if problems:
-        raise problems_error(f"{total} {what} cannot be split", problems)
+    refuse(f"{total} {what} cannot be split", problems)
     # as near to the proportions as minimum and multiples allow
     found = _split(total, weights, minimum, multiples)
     if found is None:
@@ -88,8 +87,7 @@ def parse_weights(text: str) -> tuple[float, ...]:
     problems = [f"{word!r} is not a number from 0, as in 3,1" for word in wrong]
     if not wrong:
         problems += find_weight_problems([float(word) for word in words])
-    if problems:
-        raise problems_error(f"weights {text!r} cannot be used", problems)
+    refuse(f"weights {text!r} cannot be used", problems)
     return tuple(float(word) for word in words)
 
 

@@ -23,7 +23,6 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.in_flight import format_in_flight
 from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
@@ -33,7 +32,7 @@ from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
-from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.report.timeline import figures, heading, simulate_units
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
 from shardtrain.system.program_cache import find_program_folder
 from shardtrain.train_step.elastic_exchange import split_codec
@@ -112,7 +111,7 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     pipeline, microbatches = run.strategy.pipeline, count_slot_microbatches(run)
     sizes = (stages.num_stages, microbatches, stages.num_chunks)
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
-    found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
+    found = figures(table, simulate_units(table))
     text = f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
     if pipeline.in_flight > 1:
         text = (

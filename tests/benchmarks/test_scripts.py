@@ -15,18 +15,18 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 TINY = "--embed 16 --num-layers 2 --seq 8"
 COMMANDS = {
     "overhead.py --model tiny --steps 4 --rounds 2 --compare 3": (1, "| whole loop |"),
-    "bridge.py --num-bytes 4096 --rounds 2": (2, "| 4 KB | bridge |"),
+    "bridge.py --rounds 2": (2, "| 4 KB | bridge |"),
     f"bridge.py --part step --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| bridge, gradients in bfloat16 |"),
-    f"bridge.py --part overlap --num-parts 2 --rows 2 --steps 2 --rounds 2 {TINY}": (2, "programs: 2 |"),
+    f"bridge.py --part overlap --rows 2 --steps 2 --rounds 2 {TINY}": (2, "programs: 2 |"),
     f"bridge.py --part buckets --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| buckets of 256 KB |"),
     "bridge.py --part combiners --embed 16 --leaves 4 --rounds 2": (2, "| 4 leaves | adasum |"),
     f"checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 {TINY}": (1, "| toolkit, fast tier |"),
     "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
-    f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| wsp, D = 4, rate 0.002 |"),
+    f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| waves, D = 4 |"),
     f"unequal_islands.py --slow 1 --steps 20 --measured 10 --rounds 1 --batch 4 {TINY}": (2, "auto / ideal"),
     "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
     "attention.py --seqs 8 --tokens 16 --heads 2 --rounds 2": (1, "| 8 | 4 segments |"),
-    "startup.py --starts 1": (1, "first step"),
+    "startup.py --starts 1": (1, "of the first step: cold"),
     "house.py": (1, "options of train"),
 }
 
@@ -58,16 +58,6 @@ def test_both_loops_compute_the_same_losses(script):
     assert found.tokens_per_second == pytest.approx(6 * 16 / found.step_seconds["toolkit loop"])
 
 
-@pytest.mark.full
-def test_a_compiled_step_stands_beside_theory(script):
-    traffic = script("traffic")
-    config = traffic.DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=2)
-    layout = traffic.Layout(mesh={"data": 8})
-    (row, whole) = traffic.rows(config, layout, 1, traffic.Options(rows=8))
-    assert row.startswith("all-reduce | data |")
-    assert whole.endswith("| 1.000")
-
-
 @pytest.mark.parametrize("name", ["paired", "house", "waves"])
 def test_examples(script, name):
     found = doctest.testmod(script(name))
@@ -78,11 +68,11 @@ def test_examples(script, name):
 @pytest.mark.full
 def test_steps_to_a_target_are_found_and_runs_that_diverge_given_up(script):
     benchmark = script("steps_to_target")
-    setting = benchmark.Setting(optimizer="adam", batch=16, target=5.0, rates=(-6, 10))
-    options = benchmark.Options(most_steps=30, seeds=1)
+    setting = benchmark.Setting(optimizer="adam", rates=(-6, 10))
+    options = benchmark.Options(most_steps=30, seeds=1, target=5.0)
     windows = np.random.default_rng(0).integers(0, 4, (200, 9))
     text, heldout = windows.astype(np.uint8).ravel(), (windows[:, :-1], windows[:, -1])
-    task = benchmark.Task(benchmark.jnp.asarray(text), tuple(map(benchmark.jnp.asarray, heldout)), 8)
+    task = benchmark.Task(benchmark.jnp.asarray(text), tuple(map(benchmark.jnp.asarray, heldout)))
     rows = []
     for replicas, combiner in ((1, "mean"), (2, "adasum+deltas")):
         trainer = benchmark.Trainer(task, setting, combiner, replicas)

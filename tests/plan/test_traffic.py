@@ -1,6 +1,7 @@
 """Compiled steps against theory: communication by collective and axes, and memory."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from shardtrain import axes
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.compile import compile_step, describe_devices, figures
-from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from shardtrain.plan.traffic import Key, StepSizes, count_sent_bytes, parameter_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows
@@ -35,6 +38,54 @@ MIXED = {"data": 2, "fsdp": 2, "tensor": 2}
 @cache
 def model(config):
     return from_nnx(config)
+
+
+def list_activations(work, layout, sizes, config, num_tokens):
+    """What a tensor split (Shoeybi et al. 2019) and sharded sequences (Korthikanti et al. 2022) send.
+
+    Yields collective, whether it is in the blocks, and bytes of the whole array, of one device over tensor.
+    """
+    # the residual stream of this device has its rows
+    tokens = num_tokens / math.prod(sizes[axis] for axis in layout.batch_axes)
+    stream_bytes = tokens * config.embed * work.compute_bytes
+    has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
+    # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an
+    # all-gather
+    kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
+    # 4 for two halves of a block, forward and backward; 2 for the vocabulary
+    in_blocks = 4 * config.num_layers * stream_bytes
+    for kind in kinds:
+        if not layout.collective_matmul:
+            yield kind, True, in_blocks
+        yield kind, False, 2 * has_vocab * stream_bytes
+    if layout.collective_matmul:
+        # the same bytes, part by part
+        num = sizes[axes.TENSOR]
+        yield PERMUTE, True, len(kinds) * in_blocks * (num - 1) / num
+    # of each token a softmax reduces the largest logit, the sum and the target's logit
+    yield ALL_REDUCE, False, 3 * has_vocab * tokens * 4
+    if layout.sequence_sharded:
+        # weights that tensor does not shard get partial gradients
+        for weight in work.weights:
+            if axes.TENSOR not in weight.axes:
+                yield (
+                    ALL_REDUCE,
+                    weight.in_blocks,
+                    work.microbatches * weight.num_elements * work.compute_bytes,
+                )
+
+
+def compute_theory(work, layout, sizes, config, num_tokens):
+    """Bytes that a device sends in a step, by `Key`: of parameters as a plan counts them, and of activations.
+
+    Without scalars (loss, gradient norm). The gradient of an embedding that is also the head counts once.
+    """
+    theory = defaultdict(float, parameter_traffic(work, layout.zero, sizes))
+    if sizes[axes.TENSOR] > 1:
+        for kind, in_blocks, num_bytes in list_activations(work, layout, sizes, config, num_tokens):
+            sent = count_sent_bytes(kind, sizes[axes.TENSOR], num_bytes)
+            theory[Key(kind, (axes.TENSOR,), in_blocks)] += sent
+    return {key: sent for key, sent in theory.items() if sent}
 
 
 class Program:
@@ -64,13 +115,9 @@ class Program:
             rows * (seq + 2) * 4 // math.prod(self.sizes[axis] for axis in self.layout.batch_axes)
         )
         self.work = StepSizes(
-            weights=weights(self.specs.arrays, self.layout.sharded_rules),
-            num_tokens=rows * seq,
-            embed=getattr(config, "embed", 0),
-            num_blocks=getattr(config, "num_layers", 0),
-            microbatches=microbatches,
+            weights=weights(self.specs.arrays, self.layout.sharded_rules), microbatches=microbatches
         )
-        self.theory = step_traffic(self.work, self.layout, self.sizes)
+        self.theory = compute_theory(self.work, self.layout, self.sizes, config, rows * seq)
 
     @property
     def measured(self):

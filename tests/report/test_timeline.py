@@ -96,15 +96,6 @@ def test_an_svg_names_every_task(name, lockstep, tmp_path):
     assert f"schedule {name}: 3 stages, 4 microbatches" in text
 
 
-def test_times_of_ones_own(tmp_path):
-    seconds = {"forward": 0.01, "backward": 0.02}
-    text = plot_timeline(
-        make_table("1f1b", 2, 2), tmp_path / "a.svg", seconds=seconds, transfer_seconds=0.001
-    )
-    assert "6 ticks; bubble 34.8% of 0.092 s; live" in text.read_text()
-    assert "<!-- seconds -->" in text.read_text()
-
-
 def test_other_kinds_of_file_are_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         plot_timeline(make_table("1f1b", 2, 2), tmp_path / "a.pdf")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.unread_files import explain_file, read_compressed_head
-from shardtrain.errors.messages import near, needs_library, problems_error
+from shardtrain.errors.messages import near, needs_library, refuse
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
 from shardtrain.system.untrusted_data import parse_record
@@ -87,8 +87,7 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
                 f"{Path(pattern).absolute()} has no file of a known format ({', '.join(FORMATS)})"
             )
     problems += missing_libraries({file.format for file in found})
-    if problems:
-        raise problems_error("this data cannot be read", problems, MOST_PROBLEMS)
+    refuse("this data cannot be read", problems, MOST_PROBLEMS)
     return drop_duplicates(found)
 
 

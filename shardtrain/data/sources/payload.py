@@ -1,7 +1,7 @@
 """Parse records of ArrayRecord and TFRecord files: JSON, a `tf.train.Example`, or text."""
 
 from abc import abstractmethod
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Record, Rows
 from shardtrain.system.plain_text import MARK, decode_text
+from shardtrain.system.protobuf import parse_message
 from shardtrain.system.untrusted_data import parse_record
 
 Kind = Literal["json", "example", "text"]
@@ -38,7 +39,11 @@ message_type {
 }
 message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
 """
-"""The message `tf.train.Example`, whose map is a list of entries on the wire."""
+"""The message `tf.train.Example`, whose map is a list of entries on the wire.
+
+References:
+  https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
+"""
 
 
 def recognise_kind(record: bytes) -> Kind:
@@ -115,10 +120,9 @@ def parse_example(message: bytes) -> dict[str, Any]:
     {'a': b'hi'}
     """
     unknown_fields = import_module("google.protobuf.unknown_fields")
-    example = _example_type()()
     try:
-        example.ParseFromString(message)
-    except Exception as error:  # its type depends on how protobuf was built
+        example = parse_message(EXAMPLE, "Example", message)
+    except ValueError as error:
         raise ValueError(f"it is no tf.train.Example ({error})") from None
     if any(len(unknown_fields.UnknownFieldSet(each)) for each in (example, example.features)):
         raise ValueError("it is no tf.train.Example")
@@ -131,19 +135,3 @@ def parse_example(message: bytes) -> dict[str, Any]:
         else:
             found[entry.key] = np.array(values, DTYPES[kind]) if kind else []
     return found
-
-
-@cache
-def _example_type() -> Any:
-    """Return the class of the message `tf.train.Example`.
-
-    References:
-      https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
-    """
-    protobuf = "google.protobuf."
-    file = import_module(f"{protobuf}descriptor_pb2").FileDescriptorProto()
-    import_module(f"{protobuf}text_format").Parse(EXAMPLE, file)
-    pool = import_module(f"{protobuf}descriptor_pool").DescriptorPool()
-    pool.Add(file)
-    found = pool.FindMessageTypeByName("shardtrain.Example")
-    return import_module(f"{protobuf}message_factory").GetMessageClass(found)

@@ -1,7 +1,7 @@
 """Fit times of steps, saves and starts to measured rows, and estimate the error on unseen models. No jax.
 
 Source: Li, Walls and Guo 2020 (CM-DARE), https://arxiv.org/abs/2004.03072: a regression for each kind of
-device, and a cluster whose speed grows until servers or links are saturated.
+device.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.system.plain_text import read_csv
 from shardtrain.system.untrusted_files import read_text
 
@@ -69,8 +69,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
     problems = [f"unknown column {near(name, COLUMNS)}" for name in names if name not in COLUMNS]
     problems += [f"there is no column {name}" for name in TEXTS if name not in names]
-    if problems:
-        raise problems_error(f"{path} has no rows of measurements", problems)
+    refuse(f"{path} has no rows of measurements", problems)
     rows = []
     for number, line in table:
         values = {name: _read_value(name, line[name], problems, number) for name in names}
@@ -78,8 +77,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
             problems.append(f"line {number} has more than {len(names)} cells")
         if not problems:
             rows.append(MeasuredRow(**{name: value for name, value in values.items() if value is not None}))
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems[:20])
+    refuse(f"{path} cannot be read", problems[:20])
     return rows
 
 
@@ -209,50 +207,3 @@ def error_by_model(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str,
         if wrong:
             errors[model] = statistics.mean(wrong)
     return errors
-
-
-class Saturation(NamedTuple):
-    """Speed of a cluster that grows with its devices until it is saturated: min(n s, cap).
-
-    Args:
-      per_device: s, the speed that each device adds, such as teraflop/s.
-      cap: the largest speed of all devices together; inf if the rows show none.
-    """
-
-    per_device: float
-    cap: float
-
-    def speed(self, devices: float) -> float:
-        """Return the speed of a number of devices."""
-        return min(devices * self.per_device, self.cap)
-
-    @property
-    def full_at(self) -> float:
-        """The number of devices from which more add no speed."""
-        return self.cap / self.per_device
-
-
-def saturation(devices: Sequence[int], speeds: Sequence[float]) -> Saturation:
-    """Fit min(n s, cap) to speeds of one model on clusters of one kind, by least relative squares.
-
-    Every split of the sorted rows into growing and saturated ones is tried.
-
-    Args:
-      devices: numbers of devices.
-      speeds: speeds of all devices together.
-
-    >>> saturation([1, 2, 4, 8], [10.0, 20.0, 30.0, 30.0])
-    Saturation(per_device=10.0, cap=30.0)
-    """
-    rows = sorted(zip(devices, speeds, strict=True))
-    best, least = Saturation(rows[0][1] / rows[0][0], np.inf), np.inf
-    # growth to the end comes first, and a single row shows no saturation
-    for split in (len(rows), *range(len(rows) - 2, 0, -1)):
-        growing, full = rows[:split], rows[split:]
-        rate = fit([(n,) for n, _ in growing], [x for _, x in growing])
-        cap = fit([(1.0,)] * len(full), [x for _, x in full]).coefficients[0] if full else np.inf
-        found = Saturation(rate.coefficients[0], float(cap))
-        residual = sum((found.speed(n) / x - 1) ** 2 for n, x in rows)
-        if residual < least - 1e-12:
-            best, least = found, residual
-    return best

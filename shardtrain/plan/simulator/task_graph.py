@@ -1,7 +1,6 @@
 """Simulate the tasks of a training step, each of which occupies a device or link. No jax."""
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,9 +8,6 @@ from functools import cached_property
 
 Key = tuple[int, ...]
 """The number of a task, compared like words: (1, 5) < (2,). Tasks of one operator begin alike."""
-
-KINDS = ("forward", "backward", "update", "transfer", "collective")
-"""Kinds of tasks: computations of a device, sends to one device, and collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +17,7 @@ class Task:
     Args:
       key: its number; a task needs only tasks of smaller numbers, so there is no cycle.
       name: its name in reports, such as "backward, block 3".
-      kind: one of `KINDS`.
+      kind: "forward", "backward" or "update" on a device; "transfer" to one device, or "collective".
       queue: the device or link that it occupies, such as "device 0".
       seconds: its duration, 0 or more.
       needs: the tasks that must be done before it begins.
@@ -43,8 +39,8 @@ class TaskGraph:
       tasks: the tasks, each with another number; all that they need are among them.
 
     >>> first = Task((0,), "forward", "forward", "device 0", 1.0)
-    >>> TaskGraph((first, Task((1,), "backward", "backward", "device 0", 2.0, needs=((0,),)))).work_seconds
-    3.0
+    >>> len(TaskGraph((first, Task((1,), "backward", "backward", "device 0", 2.0, needs=((0,),)))).by_key)
+    2
     """
 
     tasks: tuple[Task, ...]
@@ -61,11 +57,6 @@ class TaskGraph:
     def timeline(self) -> "Timeline":
         """When each task runs."""
         return simulate(self.by_key)
-
-    @property
-    def work_seconds(self) -> float:
-        """Seconds of all tasks, one after the other."""
-        return math.fsum(task.seconds for task in self)
 
 
 @dataclass(frozen=True)

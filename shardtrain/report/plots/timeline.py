@@ -7,9 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtrain.pipeline.simulate import Seconds, SimulatedTimes, Transfer, simulate
+from shardtrain.pipeline.simulate import SimulatedTimes
 from shardtrain.pipeline.table import Table
-from shardtrain.report.timeline import figures, heading, task_text, unit_seconds, unit_times
+from shardtrain.report.timeline import figures, heading, simulate_units, task_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,39 +18,35 @@ from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, sa
 TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"}
 
 
-def plot_timeline(
-    table: Table, path: Path | str, *, seconds: Seconds | None = None, transfer_seconds: Transfer = 0.0
-) -> Path:
+def plot_timeline(table: Table, path: Path | str) -> Path:
     """Plot a schedule: a row per stage, a box per task as long as its time, gaps where a stage waits.
+
+    A forward takes 1, a backward 2, or 1 for each half.
 
     Args:
         table: one that can run.
         path: file to write, .svg or .png; its folder is created.
-        seconds: the duration of each task, see `simulate`; by default forward 1, backward 2, or 1 for each
-          half.
-        transfer_seconds: between chunks, see `simulate`.
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError: another kind of file, invalid times, or matplotlib is not installed.
+        ValueError: another kind of file, or matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
         use = path.with_suffix(".svg")
         raise ValueError(f"a timeline in {path} was asked for; it is drawn as .svg or .png: use {use}")
-    found = simulate(table, unit_seconds(table) if seconds is None else seconds, transfer_seconds)
-    times = unit_times(table) if seconds is None else f"of {found.makespan:.4g} s"
+    found = simulate_units(table)
     height = 1.9 + 0.42 * table.num_stages
     width = min(60, max(9, 0.28 * table.num_ticks * (1.6 if table.lockstep else 1)))
     figure = make_figure("a timeline", (width, height))
     axes = figure.add_axes((0.75 / width, 0.6 / height, 1 - 1 / width, 1 - 1.6 / height))
     _draw_tasks(axes, table, found, points=72 * (width - 1))
-    _style_axes(axes, table, found, "seconds" if seconds is not None else "time")
+    _style_axes(axes, table, found)
     lines = (
         (0.4, 13, INK, "bold", heading(table)),
-        (0.7, 9.5, QUIET_INK, "normal", figures(table, found, times)),
+        (0.7, 9.5, QUIET_INK, "normal", figures(table, found)),
     )
     for down, most, colour, weight, text in lines:
         size = min(most, 72 * (width - 1) / (0.62 * len(text)))
@@ -67,7 +63,7 @@ def _draw_tasks(axes: "Axes", table: Table, found: SimulatedTimes, points: float
         start, length = found.start[task], found.end[task] - found.start[task]
         rows[task.stage, task.chunk, task.kind].append((start, length))
         text = task_text(task, table.num_chunks)
-        size = min(8.0, points * length / max(found.makespan, 1e-300) / (0.72 * len(text)))
+        size = min(8.0, points * length / found.makespan / (0.72 * len(text)))
         if size >= 3:
             alignment = {"ha": "center", "va": "center", "color": "white", "clip_on": True}
             axes.text(start + length / 2, task.stage, text, fontsize=size, **alignment)
@@ -78,13 +74,13 @@ def _draw_tasks(axes: "Axes", table: Table, found: SimulatedTimes, points: float
         axes.broken_barh(boxes, (stage - 0.43, 0.86), **style)
 
 
-def _style_axes(axes: "Axes", table: Table, found: SimulatedTimes, unit: str) -> None:
+def _style_axes(axes: "Axes", table: Table, found: SimulatedTimes) -> None:
     from matplotlib.patches import Patch
 
-    axes.set_xlim(0, found.makespan or 1)
+    axes.set_xlim(0, found.makespan)
     axes.set_ylim(table.num_stages - 0.5, -0.5)
     axes.set_yticks(range(table.num_stages), [f"stage {stage}" for stage in range(table.num_stages)])
-    axes.set_xlabel(unit, color=QUIET_INK)
+    axes.set_xlabel("time", color=QUIET_INK)
     axes.tick_params(which="both", colors=QUIET_INK, length=0, labelsize=9)
     axes.set_facecolor(GRID)
     axes.spines[:].set_visible(False)

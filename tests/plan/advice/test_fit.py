@@ -12,7 +12,6 @@ from shardtrain.plan.advice.fit import (
     fit,
     fits,
     read_rows,
-    saturation,
 )
 
 # throughput of MPT models of 0.8 to 70 billion parameters on 8 to 64 H100, 2,048 tokens: llm-foundry's table
@@ -54,11 +53,6 @@ def test_real_rows_of_a_model_that_was_left_out_are_predicted():
     errors = error_by_model(QUANTITIES[0], read_rows(H100))
     assert set(errors) == {"70b", "30b", "13b", "7b", "3b", "1b", "760m"}
     assert sum(errors.values()) / len(errors) < 0.15
-
-
-def test_a_speed_that_stops_growing_is_found():
-    assert saturation([1, 2, 3, 4, 6, 8], [5.0, 10.0, 15.0, 18.0, 18.0, 18.0]).full_at == pytest.approx(3.6)
-    assert saturation([1, 2, 4], [5.0, 10.0, 20.0]).cap == float("inf")
 
 
 def test_rows_answer_on_the_command_line(capsys):
