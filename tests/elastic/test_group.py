@@ -5,6 +5,7 @@ from queue import SimpleQueue
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from shardtrain.elastic.group import Group, GroupProgram, LeaderFailed
 
@@ -104,6 +105,30 @@ def test_the_others_end_if_the_first_one_fails():
     for each in others:
         assert isinstance(each, LeaderFailed)
         assert str(each) == "the first process of this island has ended: OSError: the disk is full"
+
+
+def test_an_error_within_a_call_is_raised_without_waiting_for_the_others():
+    """They may wait for an array of the first process, and would never ask what is next."""
+    asked = []
+
+    class Waiting(Threads):
+        def all_gather(self, name, value):
+            asked.append(value[0])
+            return [value] * 2
+
+    group = Group(Waiting(0, 2, {}))
+    group.actions |= {"succeed": lambda: None, "fail": lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        group.run(lambda: group.ask("fail"))
+    assert asked == ["fail"]
+
+    def lead():
+        group.ask("succeed")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        group.run(lead)
+    assert asked == ["fail", "succeed", "failed"]
 
 
 def test_a_single_process_asks_itself():
