@@ -2,6 +2,7 @@
 
 import threading
 from queue import SimpleQueue
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from shardtrain.elastic.group import Group, GroupProgram, LeaderFailed
 class Threads:
     """A channel between threads, which stand for processes."""
 
-    def __init__(self, rank, size, shared):
+    def __init__(self, rank: int, size: int, shared: Any) -> None:
         self.rank, self.size, self._shared = rank, size, shared
 
     def all_gather(self, name, value):
@@ -112,7 +113,7 @@ def test_an_error_within_a_call_is_raised_without_waiting_for_the_others():
     asked = []
 
     class Waiting(Threads):
-        def all_gather(self, name, value):
+        def all_gather(self, name: str, value: Any) -> list[Any]:
             asked.append(value[0])
             return [value] * 2
 
