@@ -146,9 +146,9 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
         (["--mpiexec", "nope", "--", "train"], "there is no 'nope' that can be run"),
         (["--elastic", "2", "--", "train"], "islands is '2'; give the fewest and the most, such as 1..4"),
         (
-            ["--elastic", "2..5", "--islands", "6", "--processes-per-island", "2", "--", "train", "run.py"],
-            "  - --islands is 6, and at most 5 train together; use --islands 5, or --elastic 2..6\n"
-            "  - --processes-per-island is 2, and an elastic island is one process; leave it out\n",
+            ["--elastic", "1..1", "--islands", "2", "--processes-per-island", "1,2", "--", "train", "run.py"],
+            "  - --islands is 2, and at most 1 train together; use --islands 1, or --elastic 1..2\n"
+            "  - --processes-per-island is 1,2, and elastic islands that are started together have as many",
         ),
         (
             ["--elastic", "2..5", "--hosts", "a,b", "--", "train", "run.py"],
