@@ -85,6 +85,16 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
         ]
         # whoever listens on loopback is reached from there alone
         assert ("SHARDTRAIN_ADDRESS=127.0.0.1" in command) == (address == "127.0.0.1")
+    files.describe_member("a", {"processes": 2, "started": 1.0})
+    for number, command in enumerate(dry_runs(printed([*join, "--mpiexec", "mpirun"], capsys))):
+        logs = Path(command[command.index("--logs") + 1])
+        assert logs.is_relative_to(tmp_path / "logs")
+        assert command[command.index("launch") :] == [
+            *("launch", "--islands", "1", "--processes-per-island", "2", "--logs", str(logs)),
+            *("--mpiexec", "mpirun", "--", "train", "run.py", "--elastic", "2..5", "--run-dir", str(run)),
+        ]
+        assert logs.name == f"island-{number}"
+    files.describe_member("b", {"processes": 1, "started": 2.0})
     text = printed(["slurm", *join], capsys)
     assert f"cd '{begun}'\nsrun --mpi=none " in text
     assert f"#SBATCH --output={tmp_path}/logs/%x-%A_%a.log\n" in text
