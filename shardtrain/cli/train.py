@@ -95,6 +95,7 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     from shardtrain.checkpoints.save import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
+    from shardtrain.islands.watchdog.diagnosis import allow_waits
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.elastic_run import ENDED_EARLY, IslandEnded
     from shardtrain.trainer.session import parse_steps
@@ -113,8 +114,11 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     # the flags themselves are in environment.jsonl of the run
     texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
+    # a step of an elastic run may wait until there are enough islands
+    waits_seconds = 60 * run.elastic.wait_minutes if run.elastic.islands else 0.0
+    watch = allow_waits(run.watch, waits_seconds)
     try:
-        with steady_output(), make_watchdog(run.watch, activity, stacks, islands) as watchdog:
+        with steady_output(), make_watchdog(watch, activity, stacks, islands) as watchdog:
             if environment.rank == 0:
                 terminal.out("".join(f"{text}\n" for text in texts if text))
             try:

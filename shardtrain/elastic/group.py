@@ -58,6 +58,7 @@ class Group:
         self.channel = channel
         self.leads = channel is None or channel.rank == 0
         self.actions: dict[str, Callable[..., Any]] = {}
+        self._is_acting = False
 
     def ask(self, name: str, *values: Any) -> Any:
         """Do something on all processes, as the first one; return its own result.
@@ -67,7 +68,10 @@ class Group:
           values: JSON values.
         """
         self._broadcast(name, values)
-        return self.actions[name](*values)
+        self._is_acting = True
+        found = self.actions[name](*values)
+        self._is_acting = False
+        return found
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Call a function on the first process, while the others do what it asks; return its JSON result.
@@ -79,6 +83,9 @@ class Group:
             try:
                 found = work()
             except BaseException as error:
+                if self._is_acting:
+                    # the others may wait for an array of this process, which ends them
+                    raise
                 text = f"the first process of this island has ended: {type(error).__name__}: {error}"
                 self._broadcast(FAILED, [text])
                 raise

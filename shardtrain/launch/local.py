@@ -51,7 +51,7 @@ def launch_islands(job: Job, options: mpi.MpiOptions, environ: Mapping[str, str]
     common = replace(job, interface=None, processes_per_island=1).rank_environment(environ) | address
     return tuple(
         Launch(
-            lines=_list_words(job, number),
+            lines=_list_words(job, number, options),
             environment=common | device_environment(place_here(number, job.islands), environ),
             unset=_list_unset(environ),
             folder=job.folder,
@@ -60,13 +60,15 @@ def launch_islands(job: Job, options: mpi.MpiOptions, environ: Mapping[str, str]
     )
 
 
-def _list_words(job: Job, number: int) -> tuple[tuple[str, ...], ...]:
+def _list_words(job: Job, number: int, options: mpi.MpiOptions) -> tuple[tuple[str, ...], ...]:
     """Return the command of an elastic island."""
     if job.processes_per_island == 1:
         return job.program, _select_devices(job.arguments, number, job.islands)
-    logs = str(job.logs / f"island-{number}")
+    # it may start in another folder than this process
+    logs = str((job.logs / f"island-{number}").absolute())
     own = ("--islands", "1", "--processes-per-island", job.processes_text, "--logs", logs)
-    return (*job.program, "launch", *own), ("--", *job.arguments)
+    by = () if options.mpiexec is None else ("--mpiexec", options.mpiexec)
+    return (*job.program, "launch", *own, *by), ("--", *job.arguments)
 
 
 def place_here(number: int, islands: int) -> RankEnvironment:

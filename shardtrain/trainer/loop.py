@@ -257,11 +257,9 @@ class _Loop:
         with self.session.activity.at("saving the last step", long=True, kind="save"):
             self.checkpoints.settle()
             unsaved = self.checkpoints.latest() != self.done and (elastic is None or elastic.may_save())
-            any_unsaved = self._any_rank("the last step is not saved", unsaved)
-            if any_unsaved:
+            # those that have saved it take part, also while another elastic island takes over
+            if self._any_rank("the last step is not saved", unsaved):
                 self._synchronise()
-            # the processes of an elastic island take part alike, also while another island takes over
-            if unsaved or (any_unsaved and elastic is not None):
                 self._save(must=True)
                 self.checkpoints.wait()
             self._report_awaited_save()
@@ -290,6 +288,8 @@ class _Loop:
             raise RollBack(step, text) if self.run.nonfinite == "roll_back" else FloatingPointError(text)
         self.checkpoints.settle()
         self._report_awaited_save()
+        if self.checkpoints.latest() == step:
+            return  # the save of another island's part failed
         self.saving = step
         extra = {**self.extra, **self.prepared.shares.saved(), "position": self.position}
         if self.prepared.elastic is not None:

@@ -85,6 +85,16 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
         ]
         # whoever listens on loopback is reached from there alone
         assert ("SHARDTRAIN_ADDRESS=127.0.0.1" in command) == (address == "127.0.0.1")
+    files.describe_member("a", {"processes": 2, "started": 1.0})
+    for number, command in enumerate(dry_runs(printed([*join, "--mpiexec", "mpirun"], capsys))):
+        logs = Path(command[command.index("--logs") + 1])
+        assert logs.is_relative_to(tmp_path / "logs")
+        assert command[command.index("launch") :] == [
+            *("launch", "--islands", "1", "--processes-per-island", "2", "--logs", str(logs)),
+            *("--mpiexec", "mpirun", "--", "train", "run.py", "--elastic", "2..5", "--run-dir", str(run)),
+        ]
+        assert logs.name == f"island-{number}"
+    files.describe_member("b", {"processes": 1, "started": 2.0})
     text = printed(["slurm", *join], capsys)
     assert f"cd '{begun}'\nsrun --mpi=none " in text
     assert f"#SBATCH --output={tmp_path}/logs/%x-%A_%a.log\n" in text
@@ -146,9 +156,9 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
         (["--mpiexec", "nope", "--", "train"], "there is no 'nope' that can be run"),
         (["--elastic", "2", "--", "train"], "islands is '2'; give the fewest and the most, such as 1..4"),
         (
-            ["--elastic", "2..5", "--islands", "6", "--processes-per-island", "2", "--", "train", "run.py"],
-            "  - --islands is 6, and at most 5 train together; use --islands 5, or --elastic 2..6\n"
-            "  - --processes-per-island is 2, and an elastic island is one process; leave it out\n",
+            ["--elastic", "1..1", "--islands", "2", "--processes-per-island", "1,2", "--", "train", "run.py"],
+            "  - --islands is 2, and at most 1 train together; use --islands 1, or --elastic 1..2\n"
+            "  - --processes-per-island is 1,2, and elastic islands that are started together have as many",
         ),
         (
             ["--elastic", "2..5", "--hosts", "a,b", "--", "train", "run.py"],

@@ -2,9 +2,11 @@
 
 import threading
 from queue import SimpleQueue
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from shardtrain.elastic.group import Group, GroupProgram, LeaderFailed
 
@@ -12,7 +14,7 @@ from shardtrain.elastic.group import Group, GroupProgram, LeaderFailed
 class Threads:
     """A channel between threads, which stand for processes."""
 
-    def __init__(self, rank, size, shared):
+    def __init__(self, rank: int, size: int, shared: Any) -> None:
         self.rank, self.size, self._shared = rank, size, shared
 
     def all_gather(self, name, value):
@@ -104,6 +106,30 @@ def test_the_others_end_if_the_first_one_fails():
     for each in others:
         assert isinstance(each, LeaderFailed)
         assert str(each) == "the first process of this island has ended: OSError: the disk is full"
+
+
+def test_an_error_within_a_call_is_raised_without_waiting_for_the_others():
+    """They may wait for an array of the first process, and would never ask what is next."""
+    asked = []
+
+    class Waiting(Threads):
+        def all_gather(self, name: str, value: Any) -> list[Any]:
+            asked.append(value[0])
+            return [value] * 2
+
+    group = Group(Waiting(0, 2, {}))
+    group.actions |= {"succeed": lambda: None, "fail": lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        group.run(lambda: group.ask("fail"))
+    assert asked == ["fail"]
+
+    def lead():
+        group.ask("succeed")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        group.run(lead)
+    assert asked == ["fail", "succeed", "failed"]
 
 
 def test_a_single_process_asks_itself():

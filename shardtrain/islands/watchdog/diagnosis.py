@@ -6,7 +6,7 @@ No thread, no clock, no MPI. Next: `watchdog.py`, which collects heartbeats and 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -63,6 +63,22 @@ class Watch:
         (600.0, 20.0)
         """
         return self.stall_seconds or self.long_seconds or self.silence_seconds
+
+
+def allow_waits(watch: Watch, seconds: float) -> Watch:
+    """Return the limits of a run whose steps may also wait for something else that long.
+
+    >>> [allow_waits(Watch(stall_seconds=5), each).limit(long=False) for each in (60.0, math.inf)]
+    [65.0, inf]
+    >>> allow_waits(Watch(stall_seconds=0), 60.0) == Watch(stall_seconds=0)
+    True
+    """
+    stall = watch.stall_seconds and watch.stall_seconds + seconds
+    if stall == math.inf:
+        return replace(watch, stall_seconds=0.0)
+    return replace(
+        watch, stall_seconds=stall, long_seconds=watch.long_seconds and max(watch.long_seconds, stall)
+    )
 
 
 class Heartbeat(NamedTuple):
