@@ -37,7 +37,7 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(actual[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "t5", "t5_v1_1", "resnet18", "resnet50"])
 def test_there_and_back_is_bitwise(family):
     hf_config, state = load(family)
     config, params = from_huggingface(hf_config, state)
