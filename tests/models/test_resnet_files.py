@@ -20,9 +20,6 @@ from shardtrain.trainer.pretrained import keep_training_options, read_pretrained
 from shardtrain.trainer.trained_model import load
 
 STATE = "model_state/"
-OF_RESNET18 = pytest.mark.parametrize(
-    "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
-)
 
 
 @pytest.fixture(scope="module", params=["resnet18", "resnet50"])
@@ -44,7 +41,6 @@ def folder(golden, tmp_path):
     return tmp_path / "hub"
 
 
-@OF_RESNET18
 def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     """By the running statistics of the files; `load` is the way of every command."""
     model = load(folder, read_pretrained(folder))
@@ -52,7 +48,7 @@ def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     np.testing.assert_allclose(logits, golden[3], rtol=0, atol=1e-4)
 
 
-@OF_RESNET18
+@pytest.mark.parametrize("golden", ["resnet18"], indirect=True)
 def test_a_checkpoint_has_the_statistics_and_is_exported_with_them(golden, folder, tmp_path, capsys):
     _, state, images, logits = golden
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bare_models import fill
 from flax import nnx
 from golden_models import load_golden, select
 
@@ -59,19 +58,6 @@ def test_what_the_family_has_not_is_refused(imported):
         write_config(MEAN)
     del wanted["id2label"]
     assert read_config(wanted)[1].classes == 2
-
-
-def test_all_patches_are_read_where_they_are(pure, quick_jit):
-    params = pure(MEAN).params
-    found = np.asarray(quick_jit(lambda: fill(MEAN, params).first(jnp.asarray(IMAGES)))())
-    kernel, table = (
-        params["patches"]["kernel"].reshape(-1, 16),
-        params["positions"] + params["patches"]["bias"],
-    )
-    for row, column in ((0, 0), (0, 2), (1, 1)):
-        patch = IMAGES[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].reshape(3, -1)
-        number = 3 * row + column
-        np.testing.assert_allclose(found[:, number], patch @ kernel + table[number], rtol=1e-5, atol=1e-5)
 
 
 def test_the_mean_of_all_positions_is_classified(pure, quick_jit):
