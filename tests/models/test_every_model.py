@@ -345,6 +345,21 @@ def test_every_parameter_of_images_is_placed_by_the_default_rules(name, placed):
     assert placed.items() <= specs.items()
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("gpt", [9]), ("encoder", [9]), ("encoder_decoder", [9, 8]), ("encoder_decoder", [6, 12])],
+)
+def test_tokens_longer_than_seq_are_refused(name, lengths, pure):
+    model, tokens = pure(CASES[name][0]), [jnp.zeros((1, length), jnp.int32) for length in lengths]
+    with pytest.raises(ValueError, match="seq=8 positions") as error:
+        jax.eval_shape(model.apply, model.params, *tokens)
+    longest = max(lengths)
+    assert str(error.value) == (
+        f"tokens of length {longest} were given to a decoder of seq=8 positions. "
+        f"Give at most 8 tokens, or build it with seq={longest}."
+    )
+
+
 REFUSED = [
     (
         GPT,
