@@ -188,15 +188,8 @@ def sharded(params, dims, mesh):
     return jax.tree.map(put, dims, params, is_leaf=is_dims)
 
 
-# the law of test_central.py is of gpt and linen, and test_per_device.py has convolutions on a mesh
-ELSEWHERE = ("gpt", "linen", "t5", "encoder_decoder", "resnet", "imagenet_resnet", "vgg", "vit")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ELSEWHERE)) for name in (*CASES, "linen")],
-    indirect=True,
-)
+# other models and meshes: the central law and the fuzzer
+@pytest.mark.parametrize("case", ["llama", "mlp", "encoder"], indirect=True)
 def test_a_mesh_changes_no_number(case, mesh, quick_jit):
     _, params, dims, apply, inputs = case
 
