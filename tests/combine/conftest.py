@@ -1,4 +1,7 @@
-"""What the tests of combiners share: references in float64 that gather and compute, and ranks to run on."""
+"""What the tests of combiners share: references in float64 that gather and compute, and ranks to run on.
+
+Ranks of MPI have the same operations: `islands/test_bridge.py`.
+"""
 
 from types import SimpleNamespace
 

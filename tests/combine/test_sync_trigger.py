@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_local_sgd import MESHES, NESTEROV, STEPS, expected, same, steps
+from mesh_local_sgd import MESHES, NESTEROV, STEPS, check_steps
 
 from shardtrain.combine.sync_trigger import SYNC_TRIGGERS, make_sync_trigger
 from shardtrain.combine.synchronisation import Synchronisation
@@ -27,7 +27,6 @@ def test_replicas_synchronise_when_one_has_drifted_far_enough(overlap):
     synchronisation = Synchronisation(
         on="deltas", every=1, overlap=overlap, when="drift:0.03", outer=NESTEROV
     )
-    states, placement = steps(synchronisation, MESHES["data"], last_step=STEPS)
     synced = []
 
     def synchronises(deltas, common):
@@ -36,13 +35,9 @@ def test_replicas_synchronise_when_one_has_drifted_far_enough(overlap):
         synced.append(far > 0.03 * whole)
         return synced[-1]
 
-    reference = expected(
-        synchronisation, 4, states[0].params, placement, last_step=STEPS, synchronises=synchronises
-    )
+    check_steps(synchronisation, MESHES["data"], last_step=STEPS, synchronises=synchronises)
     # at some steps, not at all
     assert 0 < sum(synced) < len(synced)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}")
 
 
 @pytest.mark.parametrize(

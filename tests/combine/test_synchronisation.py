@@ -18,7 +18,7 @@ from mesh_local_sgd import (
     STAGES,
     STEPS,
     batches,
-    expected,
+    check_steps,
     same,
     steps,
 )
@@ -55,20 +55,13 @@ QUICK = (("data+fsdp", 1, "none"), ("data+tensor", 4, "momentum"), ("data+pipeli
     [pytest.param(*case, marks=[pytest.mark.full] * (case not in QUICK)) for case in GRID],
 )
 def test_local_steps_and_merges_are_those_of_each_replica(mesh, every, outer):
-    synchronisation = Synchronisation(on="deltas", every=every, outer=OUTERS[outer])
-    states, placement = steps(synchronisation, MESHES[mesh])
-    reference = expected(synchronisation, MESHES[mesh]["data"], states[0].params, placement)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}", placement.stages)
+    check_steps(Synchronisation(on="deltas", every=every, outer=OUTERS[outer]), MESHES[mesh])
 
 
 @pytest.mark.parametrize("mesh", ["data+fsdp", pytest.param("data", marks=pytest.mark.full)])
 def test_a_way_of_somebody_else_is_one_value(mesh):
     """Gossip, which the package does not have, on a mesh; islands: programs/island_step.py."""
-    states, placement = steps(Gossip(), MESHES[mesh], last_step=STEPS)
-    reference = expected(Gossip(), MESHES[mesh]["data"], states[0].params, placement, last_step=STEPS)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}", placement.stages)
+    states, _ = check_steps(Gossip(), MESHES[mesh], last_step=STEPS)
     # between the merges replicas differ, by less than without neighbours
     plain, _ = steps(Synchronisation(on="deltas", every=3), MESHES[mesh], last_step=STEPS)
     spread = [
@@ -97,13 +90,8 @@ def test_a_run_says_whose_way_it_is():
 
 
 def test_fragments_are_merged_in_turn():
-    mesh = "data+pipeline"
     synchronisation = Synchronisation(on="deltas", every=4, fragments=2, outer=NESTEROV)
-    states, placement = steps(synchronisation, MESHES[mesh], last_step=STEPS)
-    replicas = MESHES[mesh]["data"]
-    reference = expected(synchronisation, replicas, states[0].params, placement, last_step=STEPS)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}", placement.stages)
+    states, placement = check_steps(synchronisation, MESHES["data+pipeline"], last_step=STEPS)
     # nothing is left after the last step, which is in the middle of a round
     assert not any(x.any() for x in jax.tree.leaves(states[-1].local))
     # after two steps the layers of the first fragment have moved, and the others have not
@@ -172,10 +160,7 @@ OVERLAPPED = {
 
 @pytest.mark.parametrize("name", OVERLAPPED)
 def test_a_merge_arrives_some_steps_after_it_was_sent(name):
-    states, placement = steps(OVERLAPPED[name], MESHES["data"], last_step=STEPS)
-    reference = expected(OVERLAPPED[name], 4, states[0].params, placement, last_step=STEPS)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}", placement.stages)
+    states, _ = check_steps(OVERLAPPED[name], MESHES["data"], last_step=STEPS)
     # after the last step nothing is under way or left to send
     local = states[-1].local
     assert not any(x.any() for x in jax.tree.leaves((local.drift, local.sent, local.count)))
@@ -218,11 +203,9 @@ SYNCHRONOUS_FIRST = {
     ],
 )
 def test_after_synchronous_steps_each_replica_goes_its_own_way(name, mesh):
-    way, replicas = SYNCHRONOUS_FIRST[name], MESHES[mesh]["data"]
-    states, placement = steps(way, MESHES[mesh], last_step=STEPS)
-    reference = expected(way, replicas, states[0].params, placement, last_step=STEPS)
-    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
-        same(state.params, params, f"step {number}", placement.stages)
+    way = SYNCHRONOUS_FIRST[name]
+    states, _ = check_steps(way, MESHES[mesh], last_step=STEPS)
+    for number, state in enumerate(states[1:], 1):
         # in the synchronous steps all changes are common
         has_own = any(x.any() for x in jax.tree.leaves(state.local.drift))
         assert has_own == (way.synchronous_steps < number < STEPS and (number % 2 == 1 or way.overlap > 0))

@@ -125,3 +125,13 @@ def _blocks(rows, stages):
 def same(params, reference, name, stages=None):
     for path, x in group_by_path(in_order(params, stages)).items():
         np.testing.assert_allclose(x, reference[path], 1e-5, 2e-6, err_msg=f"{name}: {path}")
+
+
+def check_steps(synchronisation, mesh, last_step=-1, **changes):
+    """Compare the parameters after each step with the reference; return the states and the placement."""
+    states, placement = steps(synchronisation, mesh, last_step=last_step)
+    start, options = states[0].params, {"last_step": last_step, **changes}
+    reference = expected(synchronisation, mesh["data"], start, placement, **options)
+    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
+        same(state.params, params, f"step {number}", placement.stages)
+    return states, placement

@@ -26,6 +26,7 @@ for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32, jnp.u
     moved = lambda x: (group.exchange(x, sources), group.all_gather(x), group.broadcast(x, size - 1))
     got = jax.jit(moved)(x)
     assert all(y.dtype == dtype for y in got)
+    assert got[1].shape == (size, 3, 2)
     assert (got[0] == jnp.full((3, 2), (rank + 1) % size + 1, dtype)).all()
     assert (got[1] == jnp.stack([jnp.full((3, 2), r + 1, dtype) for r in range(size)])).all()
     assert (got[2] == jnp.full((3, 2), size, dtype)).all()

@@ -47,18 +47,6 @@ def test_the_defaults_are_those_of_pytorch():
     assert [len(bucket) for bucket in assign_buckets(leaves)] == [1, 25, 2]
 
 
-@pytest.mark.parametrize("cap", [0, 1])
-def test_a_tiny_cap_gives_each_leaf_its_own(cap):
-    """Whatever the cap of the first bucket."""
-    assert assign_buckets(make((F, 3), (D, 3), (F, 3)), cap_bytes=cap) == [[2], [1], [0]]
-
-
-def test_units_stay_together():
-    leaves, units = make(*[(F, 10)] * 7), ["a", None, "b", "a", None, "b", None]
-    assert assign_buckets(leaves, units, cap_bytes=0) == [[6], [4], [5, 2], [1], [3, 0]]
-    assert assign_buckets(leaves, units, cap_bytes=80, first_bytes=40) == [[6], [4, 5, 2], [1, 3, 0]]
-
-
 LEAVES = st.lists(
     st.tuples(
         st.sampled_from([F, D]),

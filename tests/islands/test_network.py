@@ -83,32 +83,6 @@ def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatc
     assert made.get("hostname") == mine
 
 
-SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "local", "seen"),
-    [
-        # one process with all GPUs of its node
-        (SLURM, (0, 1), None),
-        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (0, 1), None),
-        # a process for each GPU, bound: it sees one, by whatever number
-        ({**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, (1, 4), None),
-        ({**SLURM, "CUDA_VISIBLE_DEVICES": "3"}, (3, 4), None),
-        # a process for each GPU, not bound
-        (SLURM, (1, 4), "1"),
-        ({**SLURM, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, (1, 4), "5"),
-        # two processes for four
-        (SLURM, (1, 2), "2,3"),
-    ],
-)
-def test_the_gpus_that_a_process_sees_are_those_it_uses(environ, local, seen):
-    environment = RankEnvironment(
-        launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a"
-    )
-    assert device_environment(environment, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
-
-
 @pytest.mark.parametrize(
     ("given", "neighbours", "used"),
     [

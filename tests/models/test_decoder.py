@@ -148,16 +148,6 @@ def test_a_token_out_of_range_is_loud(pure, quick_jit):
     assert np.isfinite(logits[0]).all()
 
 
-def test_tokens_longer_than_seq_are_refused(pure):
-    message = (
-        "tokens of length 9 were given to a decoder of seq=8 positions. "
-        "Give at most 8 tokens, or build it with seq=9."
-    )
-    with pytest.raises(ValueError, match="seq=8 positions") as error:
-        jax.eval_shape(pure(GPT).apply, pure(GPT).params, jnp.zeros((1, 9), jnp.int32))
-    assert str(error.value) == message
-
-
 def test_unrolled_equals_scan(pure, quick_jit, logits_of):
     unrolled = replace(GEMMA, scan=False)
     assert_close(logits_of(unrolled), logits_of(GEMMA))

@@ -83,14 +83,3 @@ def test_every_mask_has_a_key_of_its_own(pure, seeded, monkeypatch):
     seeded(DROPOUT, pure(CONFIG).params, 7)(SOURCE, TARGET)
     data = {tuple(jax.random.key_data(key).tolist()) for key in used}
     assert len(data) == len(used) == 2 + 2 * 2 + 2 * 3
-
-
-@pytest.mark.parametrize(("source", "target", "length"), [(9, 8, 9), (6, 12, 12)])
-def test_sequences_longer_than_seq_are_refused(source, target, length, pure):
-    tokens = (jnp.zeros((1, num), jnp.int32) for num in (source, target))
-    with pytest.raises(ValueError, match="seq=8 positions") as error:
-        jax.eval_shape(pure(CONFIG).apply, pure(CONFIG).params, *tokens)
-    assert str(error.value) == (
-        f"tokens of length {length} were given to a decoder of seq=8 positions. "
-        f"Give at most 8 tokens, or build it with seq={length}."
-    )

@@ -188,15 +188,8 @@ def sharded(params, dims, mesh):
     return jax.tree.map(put, dims, params, is_leaf=is_dims)
 
 
-# the law of test_central.py is of gpt and linen, and test_per_device.py has convolutions on a mesh
-ELSEWHERE = ("gpt", "linen", "t5", "encoder_decoder", "resnet", "imagenet_resnet", "vgg", "vit")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ELSEWHERE)) for name in (*CASES, "linen")],
-    indirect=True,
-)
+# other models and meshes: the central law and the fuzzer
+@pytest.mark.parametrize("case", ["llama", "mlp", "encoder"], indirect=True)
 def test_a_mesh_changes_no_number(case, mesh, quick_jit):
     _, params, dims, apply, inputs = case
 
@@ -349,6 +342,21 @@ def test_every_parameter_of_images_is_placed_by_the_default_rules(name, placed):
     }
     specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
     assert placed.items() <= specs.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("gpt", [9]), ("encoder", [9]), ("encoder_decoder", [9, 8]), ("encoder_decoder", [6, 12])],
+)
+def test_tokens_longer_than_seq_are_refused(name, lengths, pure):
+    model, tokens = pure(CASES[name][0]), [jnp.zeros((1, length), jnp.int32) for length in lengths]
+    with pytest.raises(ValueError, match="seq=8 positions") as error:
+        jax.eval_shape(model.apply, model.params, *tokens)
+    longest = max(lengths)
+    assert str(error.value) == (
+        f"tokens of length {longest} were given to a decoder of seq=8 positions. "
+        f"Give at most 8 tokens, or build it with seq={longest}."
+    )
 
 
 REFUSED = [

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from shardtrain.models.huggingface import from_huggingface
 from shardtrain.models.huggingface.files import export_model, import_model, make_config
+from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 
-FAMILIES = ("gpt2", "llama", "phi3", "gemma3", "mixtral", "bert")
+FAMILIES = ("gpt2", "llama", "phi3", "gemma3", "mixtral", "bert", "resnet18")
 
 
 def flat(params) -> dict[str, Any]:
@@ -38,6 +39,8 @@ def export(folder, config, arrays, **options):
 
 def filled(config):
     """The configuration as config.json has it."""
+    if isinstance(config, ImageNetResNetConfig):
+        return config
     rotary = getattr(config, "positions", "learned") == "rotary"
     heads = {"head_dim": config.sizes["head_dim"]} if rotary else {}
     return replace(config, mlp=config.sizes["mlp"], **heads)
@@ -90,14 +93,14 @@ def test_half_of_the_bytes(model, tmp_path):
     assert_imported(tmp_path / "out", filled(config), rounded)
 
 
-def test_tokenizer_files_go_through_and_tell_the_special_tokens(model, tmp_path):
-    _, config, arrays, _ = model
+def test_tokenizer_files_go_through_and_tell_the_special_tokens(tmp_path):
+    config, params = from_huggingface(*load("gpt2"))
     given = tmp_path / "tokenizer"
     given.mkdir()
     for name in ("tokenizer.json", "vocab.txt", "merges.txt", "README.md", "model.safetensors"):
         (given / name).write_text(name)
     (given / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 99}')
-    names = export(tmp_path / "out", config, arrays, tokenizer=given)
+    names = export(tmp_path / "out", config, flat(params), tokenizer=given)
     copied = {"tokenizer.json", "vocab.txt", "merges.txt"}
     assert set(names) == {"config.json", "model.safetensors", *copied}
     assert [(tmp_path / "out" / name).read_text() for name in sorted(copied)] == sorted(copied)

@@ -18,7 +18,6 @@ from shardtrain.models.resnet import ResNetConfig
 
 CONFIG = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
 SHALLOW = replace(CONFIG, depth=11)
-BATCH_NORM = replace(CONFIG, norm="batch")
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(6, 8, 6, 1)).astype(np.float32)
 LABELS = RNG.integers(0, 8, 6)
@@ -78,52 +77,7 @@ def test_logits_are_those_of_preactivated_bottlenecks(pure, quick_jit):
     assert_close(quick_jit(pure(CONFIG).apply)(params, IMAGES), quick_jit(definition)(params))
 
 
-def filled(config, params) -> Any:
-    """The model with these parameters and fresh statistics."""
-    graph, state, running = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
-    nnx.replace_by_pure_dict(state, params)
-    running = jax.tree.map_with_path(
-        lambda path, x: jnp.zeros(x.shape) + ("variance" in jax.tree_util.keystr(path)), running
-    )
-    return nnx.merge(graph, state, running)
-
-
-@pytest.fixture(scope="module")
-def loss_and_gradient(pure, quick_jit):
-    """config -> ((loss, statistics after), gradient) at the same parameters."""
-
-    def loss(config, params):
-        module = filled(config, params)
-        logits = module(jnp.asarray(IMAGES))
-        return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean(), nnx.state(module, nnx.BatchStat)
-
-    def compute(config):
-        gradient = jax.value_and_grad(functools.partial(loss, config), has_aux=True)
-        return quick_jit(gradient)(pure(config).params)
-
-    return functools.cache(compute)
-
-
 FULL = pytest.mark.full
-
-
-# a group norm has no statistics, which is where the two could differ from a batch norm; stacks are recomputed
-@FULL
-@pytest.mark.parametrize(
-    ("config", "remat", "scan"),
-    [
-        pytest.param(CONFIG, True, True, id="group-remat-scan"),
-        pytest.param(CONFIG, True, False, id="group-remat"),
-        pytest.param(CONFIG, False, False, id="group"),
-        pytest.param(BATCH_NORM, True, True, id="batch-remat-scan"),
-        pytest.param(BATCH_NORM, True, False, id="batch-remat"),
-        pytest.param(BATCH_NORM, False, False, id="batch"),
-    ],
-)
-def test_remat_and_scan_change_no_number(config, remat, scan, loss_and_gradient):
-    config = replace(config, depth=29)
-    changed = loss_and_gradient(replace(config, remat=remat, scan=scan))
-    jax.tree.map(assert_close, changed, loss_and_gradient(config))
 
 
 def test_scan_makes_one_loop_of_alike_blocks(pure):
@@ -167,21 +121,24 @@ def first_step(quick_jit):
     return compute
 
 
+STORED = {
+    "remat": {"remat": True},
+    "unrolled": {"scan": False},
+    "remat, unrolled": {"remat": True, "scan": False},
+    "stacks": {"stack": 2},
+    "stacks, unrolled": {"stack": 2, "scan": False},
+    "stacks, remat": {"stack": 2, "remat": True},
+}
+
+
+# a group norm has no statistics, which is where the two could differ
 @FULL
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param({"norm": "batch"}, id="batch"),
-        pytest.param({"norm": "group"}, id="group"),
-        pytest.param({"norm": "batch", "scan": False}, id="unrolled"),
-        pytest.param({"norm": "batch", "remat": True}, id="remat"),
-    ],
-)
-def test_stacks_change_no_number(change, first_step):
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("how", STORED)
+def test_how_blocks_are_stored_and_recomputed_changes_no_number(how, norm, first_step):
     """Three blocks that are alike, stored as two and one: initial values, loss, gradients, statistics."""
-    config = replace(CONFIG, depth=38, norm=change["norm"])
-    loss, trees = first_step(replace(config, stack=2, **change))
-    expected_loss, expected = first_step(config)
+    config = replace(CONFIG, depth=38, norm=norm)
+    (loss, trees), (expected_loss, expected) = first_step(replace(config, **STORED[how])), first_step(config)
     assert_close(loss, expected_loss)
     jax.tree.map(assert_close, trees, expected)
     assert [len(tree["blocks"]) for tree in trees[:2]] == [12, 12]
@@ -212,26 +169,21 @@ def test_every_block_is_in_a_stack_of_its_group():
     )  # fmt: skip
 
 
-def test_every_parameter_has_a_gradient_and_remat_changes_none(loss_and_gradient):
-    jax.tree.map(assert_close, loss_and_gradient(replace(SHALLOW, remat=True)), loss_and_gradient(SHALLOW))
-    for path, gradient in jax.tree.leaves_with_path(loss_and_gradient(SHALLOW)[1]):
+def test_every_parameter_has_a_gradient_and_remat_changes_none(first_step):
+    jax.tree.map(assert_close, first_step(replace(SHALLOW, remat=True)), first_step(SHALLOW))
+    for path, gradient in jax.tree.leaves_with_path(first_step(SHALLOW)[1][1]):
         assert np.isfinite(gradient).all(), path
         assert np.abs(gradient).max() > 1e-6, path
 
 
-def test_running_statistics_change_in_training_alone(pure, quick_jit):
-    config = replace(SHALLOW, norm="batch")
-
-    def after(training):
-        module = nnx.view(filled(config, pure(config).params), use_running_average=not training)
-        logits = module(jnp.asarray(IMAGES))
-        return logits, nnx.state(module, nnx.BatchStat)
-
-    before = nnx.state(filled(config, pure(config).params), nnx.BatchStat)
-    (logits, trained), (evaluated, untouched) = (quick_jit(after, static_argnums=0)(x) for x in (True, False))
+def test_running_statistics_change_in_training_alone(quick_jit):
+    model = from_nnx(replace(SHALLOW, norm="batch"))
+    params, before = model.init(jax.random.key(0))
+    apply = quick_jit(
+        lambda train: model.apply(params, before, jax.random.key(0), train, IMAGES), static_argnums=0
+    )
+    (logits, trained), (evaluated, untouched) = apply(True), apply(False)
     jax.tree.map(np.testing.assert_array_equal, untouched, before)
-    for path, (new, old) in jax.tree.leaves_with_path(
-        jax.tree.map(lambda *pair: pair, trained, before), is_leaf=lambda x: isinstance(x, tuple)
-    ):
+    for (path, new), old in zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(before), strict=True):
         assert np.abs(new - old).min() > 0, path
     assert np.abs(logits - evaluated).max() > 0.1

@@ -1,7 +1,7 @@
 """ResNets of Hugging Face: logits by running statistics, files in and out, starts from a folder."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,16 +14,12 @@ from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, i
 from shardtrain.cli.run_file import load_run
 from shardtrain.models.huggingface import from_huggingface, to_huggingface
 from shardtrain.models.huggingface.families import read_config, write_config
-from shardtrain.models.huggingface.files import export_model, import_model, make_config
 from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.vit import VitConfig
 from shardtrain.trainer.pretrained import keep_training_options, read_pretrained
 from shardtrain.trainer.trained_model import load
 
 STATE = "model_state/"
-OF_RESNET18 = pytest.mark.parametrize(
-    "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
-)
 
 
 @pytest.fixture(scope="module", params=["resnet18", "resnet50"])
@@ -45,7 +41,6 @@ def folder(golden, tmp_path):
     return tmp_path / "hub"
 
 
-@OF_RESNET18
 def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     """By the running statistics of the files; `load` is the way of every command."""
     model = load(folder, read_pretrained(folder))
@@ -53,25 +48,7 @@ def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     np.testing.assert_allclose(logits, golden[3], rtol=0, atol=1e-4)
 
 
-def test_files_come_back_bitwise(golden, folder, tmp_path):
-    config, state, _, _ = golden
-    found = import_model(folder)
-    arrays = dict(found.arrays)
-    assert (found.family, found.left_out) == ("resnet", [])
-    assert make_config(asdict(found.config)) == found.config
-    shapes = {path: x.shape for path, x in arrays.items()}
-    export_model(tmp_path / "out", asdict(found.config), shapes, arrays.__getitem__)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == state.keys()
-    for name, x in state.items():
-        np.testing.assert_array_equal(written[name], x, err_msg=name)
-    again = json.loads((tmp_path / "out" / "config.json").read_text())
-    names = ("hidden_sizes", "depths", "layer_type", "embedding_size", "image_height", "image_width")
-    assert {name: again[name] for name in names} == {name: config[name] for name in names}
-    assert read_config(again)[1] == found.config
-
-
-@OF_RESNET18
+@pytest.mark.parametrize("golden", ["resnet18"], indirect=True)
 def test_a_checkpoint_has_the_statistics_and_is_exported_with_them(golden, folder, tmp_path, capsys):
     _, state, images, logits = golden
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0

@@ -107,8 +107,3 @@ class Plain(nnx.Module):
 def test_a_model_without_blocks_is_refused(model):
     with pytest.raises(ValueError, match=r"does not say what its blocks are.*docs/pipeline\.md.*pipeline=1"):
         make_partition(model, Pipeline(), 2, classification_loss, IMAGES)
-
-
-def test_more_stages_than_blocks_are_refused():
-    with pytest.raises(ValueError, match="at most 4 parts, or 5 blocks"):
-        make_partition(from_nnx(TIED), Pipeline(), 5, next_token_loss, BATCH)

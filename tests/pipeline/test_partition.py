@@ -1,32 +1,20 @@
 """The cut into parts: the best of all cuts, against brute force; and what is refused."""
 
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 
 import pytest
+from every_cut import list_cuts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.pipeline.partition import BY_TIME, Costs, counts, cut, parse_stages
 
 
-def part_costs(numbers, costs, first, last):
-    ends = [0]
-    for number in numbers:
-        ends.append(ends[-1] + number)
-    found = [sum(costs[begin:end]) for begin, end in pairwise(ends)]
+def judged(numbers, costs, first, last):
+    found = [sum(costs[begin:end]) for begin, end in pairwise(accumulate(numbers, initial=0))]
     found[0] += first
     found[-1] += last
-    return found
-
-
-def judged(numbers, costs, first, last):
-    found = part_costs(numbers, costs, first, last)
     return max(found), sum(cost**2 for cost in found)
-
-
-def all_cuts(num_blocks, num_parts):
-    for inner in combinations(range(1, num_blocks), num_parts - 1):
-        yield [end - begin for begin, end in pairwise((0, *inner, num_blocks))]
 
 
 @settings(max_examples=200, deadline=None)
@@ -38,7 +26,7 @@ def test_the_best_of_all_cuts(costs, data):
     assert len(found) == num_parts
     assert sum(found) == len(costs)
     assert min(found) >= 1
-    best = min(judged(numbers, costs, first, last) for numbers in all_cuts(len(costs), num_parts))
+    best = min(judged(numbers, costs, first, last) for numbers in list_cuts(len(costs), num_parts))
     assert judged(found, costs, first, last) == best
 
 

@@ -12,12 +12,9 @@ from shardtrain.pipeline.schedule import (
     check,
     find_placement,
     forward_only,
-    interleaved,
     make_table,
     one_forward_one_backward,
     write_table,
-    zero_bubble,
-    zero_bubble_v,
 )
 from shardtrain.pipeline.simulate import simulate
 
@@ -139,51 +136,6 @@ def test_forward_only_has_no_backwards(stages, microbatches, chunks, lockstep):
     assert lives(table) == (1,) * stages
     if chunks == 1 or microbatches % stages == 0:
         assert table.num_ticks == chunks * microbatches + stages - 1
-
-
-def texts(table):
-    """Each stage's order, such as F0 for the forward of microbatch 0; chunks as letters."""
-    letters = "abcd" if table.num_chunks > 1 else [""]
-    return [
-        " ".join(
-            f"{task.kind[0].upper()}{task.microbatch}{letters[task.chunk]}" for task in table.order(stage)
-        )
-        for stage in range(table.num_stages)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
-        # the order for four microbatches, without the one that is not there
-        (
-            interleaved(2, 3, 2),
-            [
-                "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a",
-                "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
-            ],
-        ),
-        # the last stage is as many weight tasks late as the first one was ahead
-        (
-            zero_bubble(3, 4),
-            [
-                "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
-                "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
-                "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
-            ],
-        ),
-        # down and up again: the first stage has the first and the last part
-        (
-            zero_bubble_v(2, 3),
-            [
-                "F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a",
-                "F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a",
-            ],
-        ),
-    ],
-)
-def test_orders_by_value(table, expected):
-    assert texts(table) == expected
 
 
 @pytest.mark.parametrize(

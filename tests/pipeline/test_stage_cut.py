@@ -1,9 +1,10 @@
 """Cuts for unequal stages: against brute force, within memory, never worse than the equal cut."""
 
 import math
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 
 import pytest
+from every_cut import list_cuts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,15 +43,11 @@ def problems(draw, most_blocks=12, most_stages=4, memory=(math.inf,)):
 
 
 def all_cuts(costs):
-    for inner in combinations(range(1, costs.num_blocks), costs.num_stages - 1):
-        yield tuple(end - begin for begin, end in pairwise((0, *inner, costs.num_blocks)))
+    return list_cuts(costs.num_blocks, costs.num_stages)
 
 
 def groups(counts):
-    begin = 0
-    for stage, count in enumerate(counts):
-        yield stage, begin, begin + count
-        begin += count
+    return [(stage, *ends) for stage, ends in enumerate(pairwise(accumulate(counts, initial=0)))]
 
 
 def fits(costs, counts):

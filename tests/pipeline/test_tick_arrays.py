@@ -1,6 +1,5 @@
 """Tables as arrays: what waits has a slot of its own, and there are no more slots than live at once."""
 
-import numpy as np
 import pytest
 from allowed_chunks import list_allowed_chunks
 
@@ -90,8 +89,3 @@ def test_slots_of_other_schedules(name, chunks, inputs):
     assert make_ticks(make_table(name, 4, 8, chunks, lockstep=True)).num_inputs == inputs
     longer = make_ticks(make_table(name, 4, 32, chunks, lockstep=True)).num_inputs
     assert longer == (32 if name == "gpipe" else inputs)
-
-
-def test_arrays_are_small_whole_numbers():
-    ticks = make_ticks(make_table("1f1b", 4, 8, lockstep=True))
-    assert {(x.shape, x.dtype) for x in ticks.columns.values()} == {((14, 4), np.dtype(np.int32))}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from every_cut import list_cuts
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,13 +196,9 @@ def test_the_equal_cut_is_one_of_equal_work_where_little_crosses():
     flops, counts = traced.costs("flops").blocks, make_partitions(traced, Pipeline(), 2, 1)[0].counts
     assert len(flops) == sum(counts) == traced.num_blocks
     heaviest = max(sum(flops[: counts[0]]), sum(flops[counts[0] :]))
-    assert heaviest <= 1.1 * max(sum(flops[:k]) for k in cut_ends(cut(flops, 2)))
+    assert heaviest <= 1.1 * sum(flops[: cut(flops, 2)[0]])
     sizes = {path: leaf.size for path, leaf in by_path(traced.params).items()}
     assert sum(traced.costs("params").blocks) == sum(sizes.values())
-
-
-def cut_ends(counts):
-    return [counts[0]]
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=9), st.integers(2, 3), st.data())
@@ -214,20 +211,10 @@ def test_a_narrow_cut_sends_the_least_of_all_even_cuts(costs, num_parts, data):
         return heaviest, sum(sent[end - 1] for end in ends[1:-1])
 
     limit = 1.1 * judged(cut(costs, num_parts))[0]
-    every = [c for c in all_cuts(len(costs), num_parts) if judged(c)[0] <= limit]
+    every = [c for c in list_cuts(len(costs), num_parts) if judged(c)[0] <= limit]
     found = judged(cut_narrowly(costs, num_parts, sent))
     assert found[0] <= limit
     assert found[1] == min(judged(c)[1] for c in every)
-
-
-def all_cuts(number, num_parts):
-    if num_parts == 1:
-        return [[number]]
-    return [
-        [first, *rest]
-        for first in range(1, number - num_parts + 2)
-        for rest in all_cuts(number - first, num_parts - 1)
-    ]
 
 
 class TimeFirst(nnx.Module):

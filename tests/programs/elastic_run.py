@@ -16,15 +16,12 @@ from typing import Any
 from quiet_training import InMemory, random_tokens
 from tiny_language_model import TinyConfig
 
-from shardtrain import Optimizer, Run, Schedule
+import shardtrain as st
 from shardtrain.checkpoints.evaluations import Evaluations
 from shardtrain.checkpoints.folders import CheckpointFolders
-from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.elastic.options import Elastic
 from shardtrain.report.sinks.json_lines import JsonLines
 from shardtrain.trainer import session
 from shardtrain.trainer.evaluation import make_evaluation
-from shardtrain.trainer.hooks import Hook
 
 MODEL = TinyConfig(vocab=32, num_layers=2, dropout=0.1)
 
@@ -70,17 +67,17 @@ def make_given_evaluation(*parts: Any) -> Any:
 session.make_evaluation = make_given_evaluation
 
 
-def run() -> Run:
-    return Run(
+def run() -> st.Run:
+    return st.Run(
         model=MODEL,
         data=InMemory(random_tokens(), random_tokens(8, 1)),
-        optimizer=Optimizer(learning_rate=Schedule(peak=1e-2)),
+        optimizer=st.Optimizer(learning_rate=st.Schedule(peak=1e-2)),
         batch=10,
         steps=120,
         log_every=1,
         evaluate_every=20,
-        checkpoints=CheckpointPolicy(every_steps=10, keep=99),
-        elastic=Elastic(patience_seconds=2.0),
-        hooks=(Hook(on_step=wait),),
+        checkpoints=st.CheckpointPolicy(every_steps=10, keep=99),
+        elastic=st.Elastic(patience_seconds=2.0),
+        hooks=(st.Hook(on_step=wait),),
         sinks=("jsonl",),
     )

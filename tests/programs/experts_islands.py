@@ -9,29 +9,26 @@ import numpy as np
 from fine_tuning import CONSTANT, run_of
 from island_runs import IS_FIRST, gather, make_train
 
-from shardtrain.islands.options import Across
+import shardtrain as st
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.experts_options import Experts
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.strategy import Strategy
 
 FOLDER = Path(sys.argv[1])
 MODEL = DecoderConfig(
     vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
     experts=Experts(num=4, top=2, capacity=1.0, shared=1, balance=0.1),
 )  # fmt: skip
-MESH = Layout(mesh={"expert": 2, "data": -1})
+MESH = st.Layout(mesh={"expert": 2, "data": -1})
 CASES = {
-    "replicas": (MODEL, Strategy(layout=MESH)),
-    "stages": (MODEL, Strategy(across=Across(axis="pipeline"), accumulate=2)),
+    "replicas": (MODEL, st.Strategy(layout=MESH)),
+    "stages": (MODEL, st.Strategy(across=st.Across(axis="pipeline"), accumulate=2)),
     "bias": (
         replace(MODEL, num_layers=1, experts=Experts(num=4, top=2, bias=0.01, over="batch")),
-        Strategy(layout=MESH),
+        st.Strategy(layout=MESH),
     ),
 }
 for name, (model, strategy) in CASES.items():
-    optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
+    optimizer = st.Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
     run = run_of(model, optimizer=optimizer, log_every=1, strategy=strategy, steps=1 + (name != "bias"))
     trained, shown = make_train(run, FOLDER)(name)
     if name != "bias":

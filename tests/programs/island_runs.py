@@ -12,45 +12,39 @@ import numpy as np
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data import Text
-from shardtrain.islands.membership import join
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.schedules import Schedule
+import shardtrain as st
 from shardtrain.train_step.sync.waves import Waves
-from shardtrain.trainer.config import Run
-from shardtrain.trainer.train import train
 
-JOINED = join()
+JOINED = st.join()
 ISLANDS: Any = JOINED
 """None of a program that was started alone."""
 
 IS_FIRST = JOINED is None or JOINED.is_first
-RATE = Schedule(name="constant", peak=1e-2, warmup=2)
+RATE = st.Schedule(name="constant", peak=1e-2, warmup=2)
 
 
-def make_run(text: Path, **options: Any) -> Run:
+def make_run(text: Path, **options: Any) -> st.Run:
     """Return a run of six steps with dropout, which saves its fourth and its last step."""
     given: dict[str, Any] = {
         "model": TinyConfig(num_layers=2, dropout=0.1),
-        "data": Text(paths=(text,), seq=8, heldout_fraction=0.06),
-        "optimizer": Optimizer(learning_rate=RATE),
+        "data": st.Text(paths=(text,), seq=8, heldout_fraction=0.06),
+        "optimizer": st.Optimizer(learning_rate=RATE),
         "batch": 8,
         "seed": 3,
         "steps": 6,
         "evaluate_every": 3,
-        "checkpoints": CheckpointPolicy(every_steps=4, keep=4),
+        "checkpoints": st.CheckpointPolicy(every_steps=4, keep=4),
     }
-    return Run(log_every=1, **{**given, **options})
+    return st.Run(log_every=1, **{**given, **options})
 
 
-def make_train(run: Run, folder: Path) -> Callable[..., tuple[Any, str]]:
+def make_train(run: st.Run, folder: Path) -> Callable[..., tuple[Any, str]]:
     """Return (name, fields that differ) -> (what `train` returns, what it printed)."""
 
     def train_run(name: str, **changes: Any) -> tuple[Any, str]:
         output = io.StringIO()
         given = dataclasses.replace(run, run_dir=folder / name, **changes)
-        return train(given, Console(file=output, width=400), ISLANDS), output.getvalue()
+        return st.train(given, Console(file=output, width=400), ISLANDS), output.getvalue()
 
     return train_run
 

@@ -11,12 +11,8 @@ import optax
 from island_runs import IS_FIRST, ISLANDS, bits, copy_without, gather, make_run, make_train
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.synchronisation import Outer, Synchronisation
-from shardtrain.functional.loss import next_token_loss
-from shardtrain.islands.options import Across
+import shardtrain as st
 from shardtrain.trainer import run_step
-from shardtrain.trainer.strategy import Strategy, read_strategy
 
 FOLDER, TEXT = Path(sys.argv[1]), Path(sys.argv[2])
 ME = ISLANDS.placement.island
@@ -30,7 +26,7 @@ STEPS, RATE = 30, 0.01
 
 def large_loss(apply, batch):
     """Gradients of this loss overflow in float16 at the first scale, and not at an eighth of it."""
-    total, count = next_token_loss(apply, batch)
+    total, count = st.next_token_loss(apply, batch)
     return 8 * total, count
 
 
@@ -39,11 +35,11 @@ RUN = make_run(
     model=TinyConfig(num_layers=2),
     loss=large_loss,
     optimizer=optax.sgd(RATE),
-    strategy=Strategy(across=Across(shares=(1.0, 1.0, 2.0)), islands=SECTIONS),
+    strategy=st.Strategy(across=st.Across(shares=(1.0, 1.0, 2.0)), islands=SECTIONS),
     steps=STEPS,
     nonfinite="stop",  # overflows at a scale that is too large do not stop it
     evaluate_every=None,
-    checkpoints=CheckpointPolicy(every_steps=20, keep=4),
+    checkpoints=st.CheckpointPolicy(every_steps=20, keep=4),
 )
 run = make_train(RUN, FOLDER)
 
@@ -90,13 +86,13 @@ assert 0 <= found[2][1] <= STEPS - skipped
 if IS_FIRST:
     assert text.count("gradients in float16 overflowed at their loss scale, now halved") == skipped, text
     # the file has what the user gave, and not what island 0 has of it
-    assert read_strategy(FOLDER / "mean" / "strategy.toml") == RUN.strategy
+    assert st.read_strategy(FOLDER / "mean" / "strategy.toml") == RUN.strategy
 # all islands have the same parameters
 assert len({str(each) for each in gather("bits", bits(state.params))}) == 1
 
 # with local steps the others go on where one island skips
-outer = Outer(learning_rate=0.7, momentum=0.5)
-local = Synchronisation(on="deltas", every=5, outer=outer)
+outer = st.Outer(learning_rate=0.7, momentum=0.5)
+local = st.Synchronisation(on="deltas", every=5, outer=outer)
 strategy = dataclasses.replace(RUN.strategy, synchronisation=local)
 trained, _ = run("deltas", strategy=strategy)
 scales = gather("scales of deltas", jax.device_get(trained.state.loss_scale.scale).item())

@@ -10,24 +10,20 @@ from fine_tuning import close, run_of
 from flax import nnx
 from island_runs import ISLANDS, make_train
 
-from shardtrain import read_pretrained
-from shardtrain.islands.options import Across
+import shardtrain as st
 from shardtrain.models.lora import Lora
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.config import StartFrom
-from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.trained_model import load
 
 BASE, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 RUN = run_of(
-    read_pretrained(BASE, lora=Lora(rank=2, on=("q", "v"))),
-    start_from=StartFrom(checkpoint=BASE),
+    st.read_pretrained(BASE, lora=Lora(rank=2, on=("q", "v"))),
+    start_from=st.StartFrom(checkpoint=BASE),
     log_every=1,
     steps=2,
 )
 STRATEGIES = {
-    "replicas": Strategy(),
-    "stages": Strategy(across=Across(axis="pipeline"), accumulate=2),
+    "replicas": st.Strategy(),
+    "stages": st.Strategy(across=st.Across(axis="pipeline"), accumulate=2),
 }
 
 rank = ISLANDS.placement.island
@@ -45,7 +41,7 @@ assert ("embedding" in rest) == (rank == 0)
 if rank == 0:
     np.testing.assert_allclose(losses["stages"], losses["replicas"], rtol=1e-5)
 # what is frozen is that of the folder, bit by bit
-model = nnx.to_pure_dict(nnx.state(load(BASE, read_pretrained(BASE)), nnx.Param))
+model = nnx.to_pure_dict(nnx.state(st.load(BASE, st.read_pretrained(BASE)), nnx.Param))
 for path, x in jax.tree.leaves_with_path(model):
     found = functools.reduce(lambda node, key: node[key.key], path, whole)
     np.testing.assert_array_equal(found, x, err_msg=str(path))

@@ -10,15 +10,8 @@ import numpy as np
 from island_runs import bits, make_run, make_train
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.synchronisation import Synchronisation
+import shardtrain as st
 from shardtrain.data.order import epoch_order
-from shardtrain.functional.loss import next_token_loss
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.schedules import Schedule
-from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.recovery import Recovery
-from shardtrain.trainer.strategy import Strategy
 
 FOLDER = Path(sys.argv[1])
 SEQ, BATCH, SAMPLES, BAD = 8, 8, 400, 31
@@ -39,7 +32,7 @@ class Numbers:
 
 
 def infinite(apply: Any, batch: Any) -> Any:
-    total, count = next_token_loss(apply, batch)
+    total, count = st.next_token_loss(apply, batch)
     return jnp.where((batch["tokens"] == BAD).any(), jnp.inf, total), count
 
 
@@ -48,21 +41,21 @@ RUN = make_run(
     model=TinyConfig(vocab=BAD + 1),
     data=Numbers(),
     loss=infinite,
-    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-3)),
+    optimizer=st.Optimizer(learning_rate=st.Schedule(name="constant", peak=1e-3)),
     steps=20,
     seed=0,
     evaluate_every=None,
     nonfinite="roll_back",
-    recovery=Recovery(fingerprint_every=4),
-    checkpoints=CheckpointPolicy(every_steps=4, keep=3),
+    recovery=st.Recovery(fingerprint_every=4),
+    checkpoints=st.CheckpointPolicy(every_steps=4, keep=3),
 )
 
 found = {}
 for name, synchronisation in (
-    ("mean", Synchronisation()),
-    ("local_steps", Synchronisation(by="adasum", on="deltas", every=2)),
+    ("mean", st.Synchronisation()),
+    ("local_steps", st.Synchronisation(by="adasum", on="deltas", every=2)),
 ):
-    strategy = Strategy(layout=Layout(mesh={"data": -1}), synchronisation=synchronisation)
+    strategy = st.Strategy(layout=st.Layout(mesh={"data": -1}), synchronisation=synchronisation)
     trained, printed = make_train(RUN, FOLDER)(name, strategy=strategy)
     found[name] = [trained.step, bits(trained.state.params), printed]
 sys.stdout.write(json.dumps(found))

@@ -22,17 +22,10 @@ import optax
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
+import shardtrain as st
 from shardtrain.functional.model import path_text
-from shardtrain.islands.membership import join
-from shardtrain.islands.options import Across
-from shardtrain.pipeline.options import Pipeline
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, restorable_state
-from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as setup_module
-from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.config import describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.prepared_run import PreparedRun
@@ -41,11 +34,10 @@ from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.sources import make_batches
-from shardtrain.trainer.strategy import Strategy
 
 FULL = sys.argv[1] == "full"
 FOLDER, *SOURCES = map(Path, sys.argv[2:])
-ISLANDS = join()
+ISLANDS = st.join()
 STEPS, MORE = 2, 2
 SEQ, BATCH = 8, 12
 
@@ -69,30 +61,30 @@ class Numbers:
         return {"tokens": row.astype(np.int32), "number": np.int32(index)}
 
 
-RUN = Run(
+RUN = st.Run(
     model=TinyConfig(vocab=32, num_layers=4, dropout=0.1),
     data=Numbers(),
     optimizer=optax.adam(1e-2),
     batch=BATCH,
     steps=100,
     seed=3,
-    checkpoints=CheckpointPolicy(keep=9),
+    checkpoints=st.CheckpointPolicy(keep=9),
 )
 
 
-def mesh(**sizes: int) -> Strategy:
-    return Strategy(layout=Layout(mesh=sizes), accumulate=2 if "pipeline" in sizes else 1)
+def mesh(**sizes: int) -> st.Strategy:
+    return st.Strategy(layout=st.Layout(mesh=sizes), accumulate=2 if "pipeline" in sizes else 1)
 
 
-def uneven(stages: str, **sizes: int) -> Strategy:
-    return dataclasses.replace(mesh(**sizes), accumulate=3, pipeline=Pipeline(stages=stages))
+def uneven(stages: str, **sizes: int) -> st.Strategy:
+    return dataclasses.replace(mesh(**sizes), accumulate=3, pipeline=st.Pipeline(stages=stages))
 
 
-def across(**options: Any) -> Strategy:
-    return Strategy(layout=Layout(mesh={"data": -1}), across=Across(**options))
+def across(**options: Any) -> st.Strategy:
+    return st.Strategy(layout=st.Layout(mesh={"data": -1}), across=st.Across(**options))
 
 
-LAYOUTS: dict[int, dict[str, Strategy]] = {
+LAYOUTS: dict[int, dict[str, st.Strategy]] = {
     1: {
         "data=2,fsdp=2,tensor=2": mesh(data=2, fsdp=2, tensor=2),
         "pipeline=3 (1,2,1)": uneven("1,2,1", pipeline=3),
@@ -100,12 +92,12 @@ LAYOUTS: dict[int, dict[str, Strategy]] = {
     2: {
         "2 islands, unequal": across(shares=(1.0, 2.0)),
         "2 stages": dataclasses.replace(
-            across(axis="pipeline"), accumulate=3, pipeline=Pipeline(stages="3,1")
+            across(axis="pipeline"), accumulate=3, pipeline=st.Pipeline(stages="3,1")
         ),
     },
 }
 if FULL:
-    three = Pipeline(stages="1,1,2")
+    three = st.Pipeline(stages="1,1,2")
     LAYOUTS[3] = {
         "3 stages": dataclasses.replace(across(axis="pipeline"), accumulate=2, pipeline=three),
         "3 islands, unequal": across(shares=(1.0, 3.0, 2.0)),
@@ -122,7 +114,7 @@ if FULL:
 class Laid:
     """A layout at work: what it takes to start and to step."""
 
-    run: Run
+    run: st.Run
     setup: RunSetup
     coordination: Coordination
     loader: Any
@@ -137,8 +129,8 @@ class Laid:
         if self.prepared is not None:
             init, wanted = self.prepared.init, self.prepared.wanted
         else:
-            init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
-            wanted = restorable_state(placement)
+            init = lambda: st.init_state(model, optimizer, placement, run.seed)  # noqa: E731
+            wanted = st.restorable_state(placement)
         prepared: Any = SimpleNamespace(
             run=run,
             folder=folder,
@@ -193,18 +185,18 @@ class Laid:
         return {name: each for of_rank in gathered for name, each in of_rank.items()}
 
 
-def lay(strategy: Strategy, stack: ExitStack) -> Laid:
+def lay(strategy: st.Strategy, stack: ExitStack) -> Laid:
     run = dataclasses.replace(RUN, strategy=strategy)
     if ISLANDS is None:
         number = math.prod(strategy.layout.mesh.values())
-        setup_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
+        setup_module.make_mesh = lambda layout: st.make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
         batch = setup_module.make_microbatch(run, RUN.data)
         batch.pop("number")
         setup = setup_module.make_setup(run, microbatch=batch)
         coordination = Coordination()
         shares = RowShares(coordination, [run.batch], run, setup.mesh, run.strategy.accumulate)
         loader = shares.loader(make_batches(run, RUN.data))
-        step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
+        step = st.make_step(setup.model, run.loss, setup.optimizer, setup.placement)
         return Laid(run, setup, coordination, loader, None, step, [])
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)
     prepared = PreparedRun(run, FOLDER, ISLANDS, output, stack)

@@ -15,11 +15,8 @@ import optax
 from step_parts import initial_values, make_stage_compute
 from tiny_language_model import TinyConfig
 
+import shardtrain as st
 from shardtrain.combine.fragments import group_by_path
-from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data import place
-from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.parameter_server import ParameterServer
 from shardtrain.islands.parameter_shard import ParameterShard
@@ -27,12 +24,8 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.in_flight import count_forwards_ahead, count_waves_before_barrier
-from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.sync.waves import BarrierSchedule, UnflushedWaves, WaveWorker
@@ -44,7 +37,7 @@ ROWS, SHARES, RATE, CLIP = 4, (0.75, 0.25), 2.0, 0.1
 CONFIG = TinyConfig(vocab=16, num_layers=3, tied=True)
 COMM = world()
 GRID = PipelineGrid(num_islands=COMM.size, num_stages=STAGES, island=COMM.rank)
-MODEL = from_nnx(CONFIG)
+MODEL = st.from_nnx(CONFIG)
 
 
 def batch_of(replica, number):
@@ -58,7 +51,7 @@ def batch_of(replica, number):
 def gradient(params, rows):
     def mean_loss(params):
         apply = lambda x: MODEL.apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
-        total, count, *_ = next_token_loss(apply, rows)
+        total, count, *_ = st.next_token_loss(apply, rows)
         return total / count
 
     grads = jax.grad(mean_loss)(params)
@@ -87,14 +80,14 @@ def expected(start):
 
 
 def make_stage_step(barriers):
-    mesh = make_mesh(Layout(mesh={"data": 1}), jax.local_devices()[:1])
-    layout, optimizer = Layout(mesh={"data": 1}), optax.sgd(RATE)
+    mesh = st.make_mesh(st.Layout(mesh={"data": 1}), jax.local_devices()[:1])
+    layout, optimizer = st.Layout(mesh={"data": 1}), optax.sgd(RATE)
     microbatch = {name: x[: ROWS // MICROBATCHES] for name, x in batch_of(0, 1).items()}
-    traced = trace_parts(MODEL, next_token_loss, microbatch)
-    (stages,) = make_partitions(traced, Pipeline(), STAGES, 1)
+    traced = trace_parts(MODEL, st.next_token_loss, microbatch)
+    (stages,) = make_partitions(traced, st.Pipeline(), STAGES, 1)
     stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=GRID.stage)
-    placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
-    way = Synchronisation(on="deltas", every=EVERY, distance=0)
+    placement = st.make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
+    way = st.Synchronisation(on="deltas", every=EVERY, distance=0)
     peers = COMM.Split(GRID.stage, GRID.replica)
     transfer = Transfer(mesh, [MpiGroup(peers)])
     shard = ParameterShard(peers.size, waves_ahead=count_waves_before_barrier(IN_FLIGHT, EVERY))
@@ -107,13 +100,13 @@ def make_stage_step(barriers):
     server = ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60)
     worker = WaveWorker(server, barriers, lambda: SHARES[GRID.replica], lambda: None, compute.sums)
     step: Any = UnflushedWaves(compute, IN_FLIGHT, way, worker, STEPS)
-    state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
-    return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
+    state = st.init_state(stage_model.make_stage_model(), optimizer, placement, 7)
+    return step, state, lambda number: st.place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 
 
 def main():
     # nothing is in flight at the planned barrier after step 8, and after the last step
-    barriers = BarrierSchedule(Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
+    barriers = BarrierSchedule(st.Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
     step, state, batch = make_stage_step(barriers)
     state = step.begin(state, batch(1))
     common, found, norms = expected(initial_values(MODEL).params)

@@ -16,29 +16,22 @@ from local_sgd import local_sgd
 from step_parts import AS_STATE, initial_values, make_stage_compute, mean_gradient, place_alone
 from tiny_language_model import TinyConfig
 
+import shardtrain as st
 from shardtrain.combine.fragments import Fragment, group_by_path, restore_paths
 from shardtrain.combine.synchronisation import Outer, Synchronisation
-from shardtrain.data import place
-from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
-from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
-from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.stage_compute import StageExecutor
 from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.train_step.stage_programs import StageUpdate
 from shardtrain.train_step.state import split_fragments
-from shardtrain.train_step.step import make_evaluate, make_step
 from shardtrain.train_step.sync.local_steps import make_sync
 
 FULL = "full" in sys.argv[2:]
@@ -125,7 +118,7 @@ def names(*dims):
 def model(name):
     if name == "translation":
         # the encoded source, its mask and distances go to every decoder block, from stage to later stages
-        return from_nnx(
+        return st.from_nnx(
             EncoderDecoderConfig(
                 vocab=VOCAB,
                 seq=SEQ,
@@ -143,12 +136,12 @@ def model(name):
         )
     if name == "stacks":
         # six blocks for a cut, three of them of two
-        return from_nnx(
+        return st.from_nnx(
             ResNetConfig(depth=29, filters=2, num_groups=1, height=4, width=4, colours=1, classes=8, stack=2)
         )
     dropout = 0.0 if name == "plain" else 0.3
     tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=dropout, tied=name == "tied")
-    return from_nnx({"skips": Skips, "traced": Unblocked}.get(name, tiny))
+    return st.from_nnx({"skips": Skips, "traced": Unblocked}.get(name, tiny))
 
 
 @cache
@@ -157,7 +150,7 @@ def data(name):
     weights = np.where(np.arange(ROWS) < ROWS - 3, 1, 0).astype(np.float32)
     if name in ("skips", "stacks"):
         shape = (ROWS, 4, 4) if name == "skips" else (ROWS, 4, 4, 1)
-        return classification_loss, {
+        return st.classification_loss, {
             "image": random.normal(size=shape).astype(np.float32),
             "label": random.integers(0, 8, ROWS, np.int32),
             "weights": weights,
@@ -166,8 +159,8 @@ def data(name):
         tokens = random.integers(0, VOCAB, (2, ROWS, SEQ + 1), np.int32)
         mask = (np.arange(SEQ) < random.integers(1, SEQ + 1, (ROWS, 1))).astype(np.int32)
         batch = {"source": tokens[0, :, 1:], "target": tokens[1], "weights": weights}
-        return translation_loss, {**batch, "source_mask": mask}
-    return next_token_loss, {
+        return st.translation_loss, {**batch, "source_mask": mask}
+    return st.next_token_loss, {
         "tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32),
         "weights": weights,
     }
@@ -176,7 +169,7 @@ def data(name):
 def one_device(name, microbatches):
     """Metrics, gradients, model state and held-out metrics of the whole batch, on one device."""
     step, state, batch, placement = make_alone(name, 0, ROWS, microbatches)
-    heldout = make_evaluate(model(name), data(name)[0], placement)(state, batch)
+    heldout = st.make_evaluate(model(name), data(name)[0], placement)(state, batch)
     state, metrics = step(state, batch)
     return jax.device_get((metrics, state.opt_state, state.model_state, heldout))
 
@@ -199,8 +192,8 @@ def make(
     sizes, zero = LAYOUTS[grid.stage]
     if name == "skips" and "data" in sizes:
         sizes = {"tensor": grid.stage + 1}  # a batch norm is of the rows of each replica of an island
-    layout = Layout(mesh=sizes, zero=zero, unnamed="replicate")
-    mesh = make_mesh(layout, jax.local_devices()[: max(sizes.values())])
+    layout = st.Layout(mesh=sizes, zero=zero, unnamed="replicate")
+    mesh = st.make_mesh(layout, jax.local_devices()[: max(sizes.values())])
     loss, rows = data(name)
     shares = shares or [ROWS // grid.num_replicas] * grid.num_replicas
     start, number = sum(shares[: grid.replica]), shares[grid.replica]
@@ -210,12 +203,12 @@ def make(
     rows = {key: value[mine] for key, value in rows.items()}
     rows["weights"] = np.where(np.arange(padded) < number, rows["weights"], 0).astype(np.float32)
     microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
-    pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages=cuts)
+    pipeline = st.Pipeline(schedule=schedule, virtual_stages=chunks, stages=cuts)
     traced = trace_parts(model(name), loss, microbatch)
     partitions = make_partitions(traced, pipeline, num_stages, grid.num_replicas)
     stages = partitions[grid.replica]
     stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=grid.stage)
-    placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
+    placement = st.make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
     owned = []
     for group in owner_groups(partitions):
         joins = group.stages[grid.replica] == grid.stage
@@ -226,8 +219,8 @@ def make(
         comm, grid, stage_model, placement, *how, update, owned, synchronisation, start
     )
     step: Any = make_sync(compute, synchronisation, last_step)
-    state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
-    batch = place(rows, mesh, layout.batch_axes, microbatches)
+    state = st.init_state(stage_model.make_stage_model(), optimizer, placement, 7)
+    batch = st.place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch
 
 
@@ -395,10 +388,10 @@ def make_alone(name, start, number, microbatches=2):
     """(step, state, batch, placement) of rows on one device."""
     loss, rows = data(name)
     placement = place_alone(model(name))
-    step = make_step(model(name), loss, AS_STATE, placement, start_row=start)
+    step = st.make_step(model(name), loss, AS_STATE, placement, start_row=start)
     batch = {key: value[start : start + number] for key, value in rows.items()}
     state = jax.device_put(initial_values(model(name)), placement.state)
-    return step, state, place(batch, placement.mesh, ("data",), microbatches), placement
+    return step, state, st.place(batch, placement.mesh, ("data",), microbatches), placement
 
 
 def a_bad_gradient(step, state, batch) -> None:

@@ -9,26 +9,21 @@ import jax
 from island_runs import IS_FIRST, ISLANDS, RATE, bits, copy_without, find_refusal, make_run, make_train
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.islands.options import Across
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.pipeline.options import Pipeline
-from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.strategy import Strategy
+import shardtrain as st
 
 TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 SHARES = (1.0,) if ISLANDS is None or ISLANDS.placement.num_islands == NUM_STAGES else (3.0, 1.0)
 # two pipelines cut the model differently: the second block has other stages in each
 STAGES = "params" if SHARES == (1.0,) else "1,2;2,1"
-STRATEGY = Strategy(layout=Layout(mesh={"data": -1}), accumulate=2)
+STRATEGY = st.Strategy(layout=st.Layout(mesh={"data": -1}), accumulate=2)
 if ISLANDS is not None:
-    across = Across(axis="pipeline", partitions=NUM_STAGES, shares=SHARES)
-    STRATEGY = dataclasses.replace(STRATEGY, across=across, pipeline=Pipeline(stages=STAGES))
+    across = st.Across(axis="pipeline", partitions=NUM_STAGES, shares=SHARES)
+    STRATEGY = dataclasses.replace(STRATEGY, across=across, pipeline=st.Pipeline(stages=STAGES))
 RUN = make_run(
     TEXT,
     model=TinyConfig(num_layers=3, dropout=0.1),
     # the gradient is longer than this: its norm is that of all stages
-    optimizer=Optimizer(learning_rate=RATE, clip=0.5),
+    optimizer=st.Optimizer(learning_rate=RATE, clip=0.5),
     strategy=STRATEGY,
     sample=lambda apply: "a sample",
 )
@@ -45,7 +40,7 @@ if ISLANDS is not None:
     assert not IS_FIRST or "no sample: the model is distributed over islands" in text, text
     assert not IS_FIRST or "blocks 1,2; 2,1\n" in text or SHARES == (1.0,), text
     if jax.device_count() > 1:
-        assert "use pipeline=1 inside each island" in refused(layout=Layout(mesh={"pipeline": -1}))
+        assert "use pipeline=1 inside each island" in refused(layout=st.Layout(mesh={"pipeline": -1}))
     copy_without(6, FOLDER / "whole", FOLDER / "otherwise")
     if SHARES == (1.0,):
         copy_without(6, FOLDER / "whole", FOLDER / "parts")
@@ -53,21 +48,21 @@ if ISLANDS is not None:
         assert bits(parts.state) == bits(whole.state)
         assert not IS_FIRST or "resumed from step 4" in text, text
         # "params" cut it into 1,2
-        _, text = run("otherwise", strategy=change(pipeline=Pipeline(stages="time", stage_speeds="9,1")))
+        _, text = run("otherwise", strategy=change(pipeline=st.Pipeline(stages="time", stage_speeds="9,1")))
         by_time = "stages cut by time, by the speeds that were given" in text and "blocks 2,1" in text
         assert by_time or not IS_FIRST, text
     else:
         # no stages any more
-        run("otherwise", strategy=change(across=Across()))
-        three = refused(pipeline=Pipeline(stages="1,2;2,1;1,2"))
+        run("otherwise", strategy=change(across=st.Across()))
+        three = refused(pipeline=st.Pipeline(stages="1,2;2,1;1,2"))
         assert "has 3 cuts, and there are 2 pipelines; give one for all; 2, one each" in three
         # islands that differ in what decides the communicators are told so, and make none
-        told = refused(pipeline=Pipeline(stages=STAGES if ISLANDS.placement.island == 0 else "1,2"))
+        told = refused(pipeline=st.Pipeline(stages=STAGES if ISLANDS.placement.island == 0 else "1,2"))
         assert "islands do not agree" in told, told
         assert "strategy.pipeline.stages: 1,2 on island 1" in told, told
-        told = refused(synchronisation=Synchronisation(on="deltas", by="adasum"))
+        told = refused(synchronisation=st.Synchronisation(on="deltas", by="adasum"))
         assert "cannot be cut differently (1,2;2,1)" in told, told
         assert "combine deltas; use --combine-on gradients, or one cut for all" in told, told
         assert "combine is 'adasum'; use mean or sum, or one cut for all" in told, told
-    assert "do not make whole pipelines" in refused(across=Across(axis="pipeline", partitions=3))
+    assert "do not make whole pipelines" in refused(across=st.Across(axis="pipeline", partitions=3))
     sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole" / "checkpoints").glob("*6*"))))

@@ -16,14 +16,7 @@ import numpy as np
 from island_runs import ISLANDS, RATE, find_refusal, flatten, gather, make_run, make_train, record_pushes
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.functional.loss import next_token_loss
-from shardtrain.islands.options import Across
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.pipeline.options import Pipeline
-from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.strategy import Strategy
+import shardtrain as st
 
 TEXT, FOLDER, IN_FLIGHT = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ISLAND = ISLANDS.placement.island
@@ -39,15 +32,15 @@ def slow_loss(apply, batch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     jax.debug.callback(sleep)
-    return next_token_loss(apply, batch)
+    return st.next_token_loss(apply, batch)
 
 
-WAVES = Synchronisation(on="deltas", every=2, distance=1)
-STRATEGY = Strategy(
-    layout=Layout(mesh={"data": 1}),
+WAVES = st.Synchronisation(on="deltas", every=2, distance=1)
+STRATEGY = st.Strategy(
+    layout=st.Layout(mesh={"data": 1}),
     synchronisation=WAVES,
-    across=Across(axis="pipeline", partitions=2, shares=(2.0, 1.0)),
-    pipeline=Pipeline(in_flight=IN_FLIGHT),
+    across=st.Across(axis="pipeline", partitions=2, shares=(2.0, 1.0)),
+    pipeline=st.Pipeline(in_flight=IN_FLIGHT),
 )
 RUN = make_run(
     TEXT,
@@ -55,12 +48,12 @@ RUN = make_run(
     model=TinyConfig(num_layers=2),
     loss=slow_loss,
     # the gradient is longer than this: its norm is that of all stages of a pipeline
-    optimizer=Optimizer(learning_rate=RATE, clip=0.5),
+    optimizer=st.Optimizer(learning_rate=RATE, clip=0.5),
     batch=6,
     steps=8,
     evaluate_every=None,
     strategy=STRATEGY,
-    checkpoints=CheckpointPolicy(every_steps=None, keep=4),
+    checkpoints=st.CheckpointPolicy(every_steps=None, keep=4),
 )
 
 
@@ -73,7 +66,7 @@ def run(name, sleeps=(0.0, 0.0), **changes):
 
 # 0. batches in flight are steps of a pipeline's own optimizer
 if IN_FLIGHT > 1:
-    local = dataclasses.replace(STRATEGY, synchronisation=Synchronisation(on="deltas", every=2))
+    local = dataclasses.replace(STRATEGY, synchronisation=st.Synchronisation(on="deltas", every=2))
     assert "there are no waves; use --synchronisation wsp --local-steps 2" in find_refusal(
         run, "refused", strategy=local
     )

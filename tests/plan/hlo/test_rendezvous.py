@@ -1,4 +1,4 @@
-"""Programs that can deadlock are detected; `test_pipeline.py` shows that pipelines cannot."""
+"""Programs that can deadlock are found; that others are not, every mesh of `mesh_gradients.py` shows."""
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,6 @@ class TestPermutes:
         assert len(found) == 1
         assert "ppermute" in found[0]
 
-    def test_outside_and_reductions_inside_are_right(self):
-        assert permutes_in_branches(text(in_rounds(lambda x: handed_on(on_first(summed, x))))) == []
-
 
 class TestOrder:
     def test_a_branch_before_a_permute_is_found(self):
@@ -69,16 +66,6 @@ class TestOrder:
     def test_two_branches_are_found_in_a_loop_too(self):
         body = in_rounds(lambda x: on_first(summed, x) + on_first(lambda x: summed(2 * x), jnp.cos(x)))
         assert len(find_unordered(text(body))) == 1
-
-    def test_dependent_operations_are_ordered(self):
-        assert find_unordered(text(lambda x: handed_on(on_first(summed, x)))) == []
-        assert (
-            find_unordered(text(in_rounds(lambda x: on_first(lambda x: summed(2 * x), on_first(summed, x)))))
-            == []
-        )
-
-    def test_consecutive_collectives_are_ordered(self):
-        assert find_unordered(text(lambda x: summed(x) + handed_on(x))) == []
 
 
 def test_text_that_is_not_hlo_is_refused():
