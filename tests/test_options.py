@@ -37,7 +37,7 @@ OTHERS = {
     "containers": "--cpus --memory --shm-size",
     "the tests": "--events --full --kind --minutes --seeds",
     "the fuzzer": "--cases --jobs --log --seed --shrink",
-    "benchmarks": "--kills --measured",
+    "benchmarks": "--goodput-minutes --kills --measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
     "examples whose help is not asked here": "--model.num-groups",

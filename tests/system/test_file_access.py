@@ -34,6 +34,7 @@ LAUNCHED = "records of an earlier start of the launch, by the names that it give
 
 ALLOWED = {
     "models/huggingface/files.py": {".write_bytes": FILLED, ".write_text": FILLED},
+    "shardtrain/checkpoints/evaluations.py": {".rename": MINE, ".unlink": MINE},
     "shardtrain/checkpoints/folders.py": {".rename": STEPS},
     "shardtrain/checkpoints/manifest.py": {".open(rb)": MINE, ".write_text": PARTIAL},
     "shardtrain/checkpoints/paths.py": {
