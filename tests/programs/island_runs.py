@@ -3,7 +3,8 @@
 import dataclasses
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
+from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
@@ -74,6 +76,25 @@ def copy_without(step: int, source: Path, target: Path) -> None:
     if IS_FIRST:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(f"step_{step:08}*"))
     gather(f"{target} is there")
+
+
+@contextmanager
+def failing_save(failing: int) -> Iterator[None]:
+    """Let the first save of a step fail on this island."""
+    make_partial, failed = CheckpointFolders.make_partial, []
+
+    def fail_once(self: CheckpointFolders, step: int) -> Path:
+        if step != failing or failed:
+            return make_partial(self, step)
+        failed.append(step)
+        raise OSError("the disk is full")
+
+    CheckpointFolders.make_partial = fail_once
+    try:
+        yield
+    finally:
+        CheckpointFolders.make_partial = make_partial
+    assert failed
 
 
 def find_refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
