@@ -3,7 +3,8 @@
 import dataclasses
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 import shardtrain as st
+from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.train_step.sync.waves import Waves
 
 JOINED = st.join()
@@ -68,6 +70,25 @@ def copy_without(step: int, source: Path, target: Path) -> None:
     if IS_FIRST:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(f"step_{step:08}*"))
     gather(f"{target} is there")
+
+
+@contextmanager
+def failing_save(failing: int) -> Iterator[None]:
+    """Let the first save of a step fail on this island."""
+    make_partial, failed = CheckpointFolders.make_partial, []
+
+    def fail_once(self: CheckpointFolders, step: int) -> Path:
+        if step != failing or failed:
+            return make_partial(self, step)
+        failed.append(step)
+        raise OSError("the disk is full")
+
+    CheckpointFolders.make_partial = fail_once
+    try:
+        yield
+    finally:
+        CheckpointFolders.make_partial = make_partial
+    assert failed
 
 
 def find_refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
