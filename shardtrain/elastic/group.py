@@ -4,6 +4,7 @@ It asks all of them, in the same order, for what each does with its own arrays. 
 only the first process has one.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ from shardtrain.elastic.program import Program
 DONE, FAILED = "done", "failed"
 
 CALL = "what the first process of the island asks for"
+
+DEATH_SECONDS = 2.0
+"""Seconds until MPI has ended all processes after the death of one."""
 
 
 class Channel(Protocol):
@@ -84,7 +88,9 @@ class Group:
                 found = work()
             except BaseException as error:
                 if self._is_acting:
-                    # the others may wait for an array of this process, which ends them
+                    # the others may wait for an array of this process, so they are not told; if one of them
+                    # has died, MPI ends all meanwhile, and its exit code counts
+                    time.sleep(0.0 if self.channel is None else DEATH_SECONDS)
                     raise
                 text = f"the first process of this island has ended: {type(error).__name__}: {error}"
                 self._broadcast(FAILED, [text])

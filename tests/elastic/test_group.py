@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardtrain.elastic import group as group_module
 from shardtrain.elastic.group import Group, GroupProgram, LeaderFailed
 
 
@@ -108,8 +109,9 @@ def test_the_others_end_if_the_first_one_fails():
         assert str(each) == "the first process of this island has ended: OSError: the disk is full"
 
 
-def test_an_error_within_a_call_is_raised_without_waiting_for_the_others():
+def test_an_error_within_a_call_is_raised_without_waiting_for_the_others(monkeypatch):
     """They may wait for an array of the first process, and would never ask what is next."""
+    monkeypatch.setattr(group_module, "DEATH_SECONDS", 0.0)
     asked = []
 
     class Waiting(Threads):
