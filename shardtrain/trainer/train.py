@@ -274,12 +274,13 @@ def _train_segment(
 def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, stop: StopSignals) -> str | None:
     """Draw the loss curve, say how the run ended, and return the sample if there is one."""
     run, setup, folder = prepared.run, prepared.setup, prepared.folder
-    if (elastic := prepared.elastic) is not None and (
-        elastic.outcome != "stopped" or not elastic.may_write()
-    ):
-        if elastic.leads:
-            terminal.err(f"{elastic.name}: {elastic.outcome} after step {step}\n")
-        return None
+    if (elastic := prepared.elastic) is not None:
+        is_writer = elastic.outcome == "stopped" and elastic.may_save()
+        # the processes of an island that share a mesh compute the sample together
+        if not prepared.coordination.any_rank("this island ends the run", is_writer):
+            if elastic.leads:
+                terminal.err(f"{elastic.name}: {elastic.outcome} after step {step}\n")
+            return None
     if not prepared.coordination.writes:
         return None
     if prepared.coordination.is_first:

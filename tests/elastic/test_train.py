@@ -259,6 +259,8 @@ def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrai
     assert [each.wait(100) for each in islands.processes] == [137, -9, 0]
     check_lines(islands.lines(), alone)
     assert "step 120/120" in islands.output(again)
+    # both of its processes compute it
+    assert islands.output(again).count("sampled ") == 1
     assert find_readers(islands.run / "checkpoints")[-1].step == 120
 
 
