@@ -3,6 +3,7 @@
 Each part can be used separately, see the README.
 """
 
+import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -132,8 +133,8 @@ def train(
         with calling_end(session.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(session, stop)
-            if prepared.elastic is not None and step < run.steps and (asked := prepared.elastic.find_asked()):
-                stop.record_agreement(asked)
+            if prepared.elastic is not None and step < prepared.run.steps:
+                _record_leaving(prepared.elastic, stop)
             with activity.at("the end", long=True):
                 _summarise(session, step, programs.text(find_program_folder()))
                 # Draw the curve, and show a sample.
@@ -148,6 +149,12 @@ def train(
         time_over=stop.time_over,
         outcome=outcome,
     )
+
+
+def _record_leaving(elastic: ElasticRun, stop: StopSignals) -> None:
+    """Record what asked this island to leave before the last step; `shardtrain leave` counts as SIGTERM."""
+    if asked := elastic.find_asked() or (signal.SIGTERM if elastic.outcome in ("left", "stopped") else 0):
+        stop.record_agreement(asked)
 
 
 def _summarise(session: Session, step: int, programs: str) -> None:

@@ -25,6 +25,7 @@ from shardtrain.checkpoints.evaluations import EVALUATIONS, find_best_saved
 from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.checks.first_batch import make_loss_facts
+from shardtrain.cli import main
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
@@ -269,6 +270,18 @@ def test_a_run_that_the_time_limit_of_its_last_island_ends_is_not_done(islands):
     first = islands.start("--time-limit", "00:00:09", "--time-margin", "1")
     assert first.wait(60) == 75
     assert "stopped by the time limit after step" in islands.output(first)
+
+
+def test_a_run_whose_last_islands_are_asked_to_leave_is_not_done(islands):
+    """Neither code is 0, after which `launch` would start no island again."""
+    islands.pace(2)
+    islands.start()
+    islands.wait_for_step(1)
+    islands.start()
+    islands.wait_for_why("joined")
+    for process in islands.processes:
+        assert main(["leave", str(islands.run), islands.find(0)[1]]) == 0
+        assert process.wait(60) == 143
 
 
 def train_by_ledger(epochs, folder):
