@@ -102,6 +102,8 @@ class Group:
             if name == DONE:
                 return values[0]
             if name == FAILED:
+                # the first process ends all, with its own error and exit code
+                time.sleep(DEATH_SECONDS)
                 raise LeaderFailed(values[0])
             self.actions[name](*values)
 

@@ -97,7 +97,9 @@ def test_each_process_computes_and_updates_its_own_arrays():
         assert part.batches == [range(7, 9)]
 
 
-def test_the_others_end_if_the_first_one_fails():
+def test_the_others_end_if_the_first_one_fails(monkeypatch):
+    monkeypatch.setattr(group_module, "DEATH_SECONDS", 0.0)
+
     def lead(program):
         program.compute(0, range(1))
         raise OSError("the disk is full")
