@@ -35,7 +35,7 @@ OTHERS = {
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
     "MLflow": "--backend-store-uri",
     "containers": "--cpus --memory --shm-size",
-    "the tests": "--events --full --kind --minutes --seeds",
+    "the tests": "--events --full --kind --minutes --processes --seeds",
     "the fuzzer": "--cases --jobs --log --seed --shrink",
     "benchmarks": "--goodput-minutes --kills --measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",

@@ -56,7 +56,7 @@ FAILED = {
     "optimizer_without_name": "undefined_rate * step | the optimizer raised NameError: name 'undefined_rate' is not defined",
     "evaluated_without_name": "lambda opt_state, params: undefined_average | evaluate_with raised NameError",
     "broken_constructor": "self.up = nnx.Linear(4, rngs=rngs) | the constructor of the model, Own, raised TypeError: Linear.__init__() missing 1",
-    "broken_call": "return super().__call__(x.reshape(-1, 3)) | the loss squares, given a batch of 'weights' float32 (2,), 'x' float32 (2, 4)",
+    "broken_call": "return super().__call__(x.reshape(-1, 3)) | the loss squares, given a batch of 'weights' float32 (8,), 'x' float32 (8, 4)",
 }  # fmt: skip
 """Likewise for what raises: with the user's lines alone, and exit code 1."""
 
