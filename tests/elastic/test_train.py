@@ -30,7 +30,7 @@ from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
 from shardtrain.elastic.epoch_files import list_epochs
-from shardtrain.elastic.group import Group
+from shardtrain.elastic.group import CALL, DONE, Group
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import list_ledger
 from shardtrain.elastic.messages import to_json
@@ -40,9 +40,10 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.elastic_stages import ElasticStages
 from shardtrain.train_step.placement import init_state
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.elastic_run import ElasticRun
+from shardtrain.trainer.elastic_run import ElasticRun, Standing
 from shardtrain.trainer.island_run import prepare_elastic
 from shardtrain.trainer.loop import _Loop
 from shardtrain.trainer.setup import make_microbatch, make_setup
@@ -545,6 +546,60 @@ def test_a_new_chief_takes_over_before_it_writes_and_saves_the_best_step_only_if
     steps.clear()
     elastic.revoke(1)
     assert saved == [True, True, "best"]
+
+
+class Second:
+    """The channel of the second of two processes, whose first one tells `told`."""
+
+    rank, size = 1, 2
+
+    def __init__(self, told: Standing) -> None:
+        self.told = told
+
+    def all_gather(self, name: str, value: Any) -> list[Any]:
+        first = [DONE, [[False, list(self.told)]]] if name == CALL else 0
+        return [first, value]
+
+    def send(self, array: Any, to: int) -> None:
+        raise AssertionError(to)
+
+    def receive(self, shape: Any, dtype: Any, source: int) -> Any:
+        raise AssertionError(source)
+
+
+def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_island(tmp_path):
+    nothing: Any = None
+    run = Run(model=TinyConfig(vocab=32), data=Text(), batch=4, elastic=replace(MEMBERS, slots=2))
+    second = Second(Standing("a", 1, True, "", 0))
+    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing, Group(second))
+    elastic._show, elastic._program = lambda: None, SimpleNamespace(state="state", metrics={})
+    elastic._checkpoints = SimpleNamespace(checkpoints=SimpleNamespace(revoke=lambda select: None))
+    a, b = (Peer(name=name, address="") for name in "ab")
+    files = RunFiles(tmp_path / "elastic")
+    files.propose(1, json.dumps(to_json(found_epoch(1, a, 0, 2))).encode())
+    elastic.asked = lambda: signal.SIGTERM
+    elastic.step("state", {})
+    assert elastic.find_asked() == signal.SIGTERM
+    elastic.asked = lambda: 0
+    assert elastic.find_asked() == signal.SIGTERM
+    assert elastic.is_chief()
+    assert not elastic.may_save()
+    elastic._take_over(second.told, is_saved=True)
+    assert elastic.may_save()
+    assert not elastic.may_write()
+    # the island slept, and does not know that another one is the chief
+    files.propose(2, json.dumps(to_json(found_epoch(2, b, 1, 2))).encode())
+    assert not elastic.may_save()
+
+
+def test_stages_send_losses_as_they_are():
+    stages: Any = object.__new__(ElasticStages)
+    stages._codec, stages._state = "int8", "state"
+    stages._rows = SimpleNamespace(iterate=lambda *_: [(0, 0, iter(["rows"]))])
+    sums = {"grads": {"a": np.ones(3)}, "losses": {"loss_sum": 1.0}}
+    stages._stage = SimpleNamespace(sum_gradients=lambda *_: sums)
+    assert stages.compute(0, [0]) is sums
+    assert stages.codecs == {"grads": {"a": "int8"}, "losses": {"loss_sum": ""}}
 
 
 def test_the_slots_of_all_members_can_be_sent():

@@ -19,6 +19,7 @@ from shardtrain.trainer.coordination import (
     AGREEMENT_SECONDS,
     LONG_SECONDS,
     Coordination,
+    StepVote,
 )
 from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
@@ -80,3 +81,11 @@ def test_the_page_of_islands_has_the_limits_of_the_code():
     assert f"{LONG_SECONDS:.0f} s where" in page
     assert f"{inspect.signature(Control).parameters['patience_seconds'].default:.0f} s elsewhere" in page
     assert f"named after {RankWait.REPORT_SECONDS:.0f} s" in page
+
+
+def test_all_processes_of_an_island_have_saved_a_step_before_old_ones_are_deleted():
+    for saved, newest in (([20, None], -1), ([20, 10], 10), ([10, 20], 10)):
+        control = SimpleNamespace(all_gather=lambda name, value, timeout, saved=saved: saved)
+        islands: Any = SimpleNamespace(control=control)
+        vote = Coordination(islands, is_chief=lambda: True).vote(20, StepVote(15, True, saved[0])).vote
+        assert (vote.stop, vote.save, vote.saved) == (0, False, newest)
