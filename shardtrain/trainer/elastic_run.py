@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.checkpoints.folders import first_line
 from shardtrain.checkpoints.paths import CHECKPOINTS, delete
 from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.reader import visible_readers
@@ -132,7 +134,7 @@ class ElasticRun:
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = self._has_taken_over = False
-        self._asked_others = 0
+        self._has_joined, self._asked_others = False, 0
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -157,7 +159,13 @@ class ElasticRun:
 
     def _lead(self, work: Callable[[], Any]) -> Any:
         """Do what decides about this island on its first process; return the result on all of them."""
-        found, told = self._group.run(lambda: [work(), list(self._standing)])
+        try:
+            found, told = self._group.run(lambda: [work(), list(self._standing)])
+        except jax.errors.JaxRuntimeError as error:
+            if self._group.channel is None or not self._has_joined:
+                raise
+            # what was computed before is refused by no compiler
+            raise IslandEnded(f"a process of this island is lost: {first_line(error)}") from error
         self._told = Standing(*told)
         return found
 
@@ -225,6 +233,7 @@ class ElasticRun:
             whole = NamedSharding(self._setup.mesh, PartitionSpec()) if self.stage is None else None
             trained = GroupProgram(self._group, trained, whole)
         is_over, self._done = self._lead(lambda: self._join(trained))
+        self._has_joined = True
         self._output.release(self.is_chief() and self.leads, self.name)
         if is_over and self.outcome != "stopped":
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")

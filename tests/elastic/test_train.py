@@ -258,7 +258,10 @@ def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrai
     # the island of two processes is the next chief
     os.kill(islands.find(0)[0], signal.SIGKILL)
     islands.pace(1000)
-    assert [each.wait(100) for each in islands.processes] == [137, -9, 0]
+    lost, *codes = [each.wait(100) for each in islands.processes]
+    # the one that is killed ends the launch, or the other one, which cannot compute without it
+    assert lost in (137, 75)
+    assert codes == [-9, 0]
     check_lines(islands.lines(), alone)
     assert "step 120/120" in islands.output(again)
     # both of its processes compute it
