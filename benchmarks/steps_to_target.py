@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 
 
 BATCH, CONTEXT, HELDOUT = 16, 8, 4096
-"""Examples of a replica, bytes that the next is told from, and examples whose loss is looked at."""
+"""Examples of a replica, bytes from which the next one is predicted, and examples that are evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)

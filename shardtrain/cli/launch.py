@@ -29,7 +29,7 @@ from shardtrain.launch.duration import parse_time
 from shardtrain.launch.elastic import supervise_islands
 from shardtrain.launch.hosts import Host, hosts_of_cluster
 from shardtrain.launch.job import Job
-from shardtrain.launch.join import add_command, check_elastic
+from shardtrain.launch.join import add_command, check_elastic, find_processes
 from shardtrain.launch.launcher import Launch, Launcher, shell_text
 from shardtrain.launch.log_folder import claim, write_new
 from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
@@ -55,7 +55,8 @@ class Options:
       islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
         in --processes-per-island, or the fewest of --elastic, or else 1.
       processes_per_island: number of processes of each island: one number for all, or one for each, such as
-        1,3. They share a mesh; with --elastic and --across pipeline each is a stage.
+        1,3. They share a mesh; with --elastic and --across pipeline each is a stage. By default 1, or with
+        --join as many as the newest island has.
       cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
         number, nodes, processes, devices, launcher options and fields of the strategy.
       logs: folder for one log per rank. By default, logs/DATE-TIME. A number is added to the name if another
@@ -70,7 +71,7 @@ class Options:
     elastic: str | None = None
     join: Path | None = None
     islands: int | None = None
-    processes_per_island: str = "1"
+    processes_per_island: str | None = None
     cluster: Path | None = None
     logs: Path | None = None
     interface: str | None = None
@@ -164,7 +165,7 @@ def _find_problem(program: Sequence[str], options: Options) -> str | None:
     given = find_values(program, *ELASTIC) if program[0] == "train" else []
     if not options.elastic:
         # several processes may be one elastic island
-        is_apart = bool(given) and options.processes_per_island == "1"
+        is_apart = bool(given) and options.processes_per_island in (None, "1")
         return f"--elastic goes before --: launch --elastic {given[0]} ... -- train RUN" if is_apart else None
     if program[0] != "train":
         return f"--elastic is for `train`, and after -- is {program[0]}; leave it out"
@@ -216,7 +217,7 @@ def _read_cluster(path: Path, options: Options) -> Cluster:
 
 
 def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:
-    processes = parse_processes(options.processes_per_island)
+    processes = parse_processes(options.processes_per_island or "1")
     islands = options.islands
     if islands is None:
         one = Elastic(islands=options.elastic or "").fewest or 1
@@ -238,6 +239,8 @@ def _launch_elastic(launcher: Launcher, job: Job, special: Any, options: Options
     here, islands = launcher.restarts is not None, options.elastic
     if options.join is not None:
         job = replace(add_command(job, options.join, here=here), logs=job.logs.absolute())
+        if options.processes_per_island is None:
+            job = replace(job, processes_per_island=find_processes(options.join))
         terminal.err(f"launch: joins by: {shlex.join(job.arguments)}\n")
         if job.folder is None:
             terminal.err("launch: the folder in which the run was begun is not here: started in this one\n")

@@ -115,8 +115,7 @@ def main(arguments: Sequence[str], stop: StopSignals, given_arguments: Sequence[
     texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     # a step of an elastic run may wait until there are enough islands
-    waits_seconds = 60 * run.elastic.wait_minutes if run.elastic.islands else 0.0
-    watch = allow_waits(run.watch, waits_seconds)
+    watch = allow_waits(run.watch, 60 * run.elastic.wait_minutes if run.elastic.islands else 0.0)
     try:
         with steady_output(), make_watchdog(watch, activity, stacks, islands) as watchdog:
             if environment.rank == 0:

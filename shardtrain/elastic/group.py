@@ -107,8 +107,12 @@ class Group:
                 raise LeaderFailed(values[0])
             self.actions[name](*values)
 
+    def all_gather(self, name: str, value: Any) -> list[Any]:
+        """Return the JSON values of all processes, which all call this."""
+        return [value] if self.channel is None else self.channel.all_gather(name, value)
+
     def _broadcast(self, *call: Any) -> Any:
-        return call if self.channel is None else self.channel.all_gather(CALL, list(call))[0]
+        return self.all_gather(CALL, list(call))[0]
 
 
 class GroupProgram:

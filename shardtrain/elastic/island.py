@@ -42,6 +42,9 @@ POLL_SECONDS = 0.5
 MEASURED_STEPS, MEASURED_SECONDS, SPEED_RATIO = 32, 30.0, 1.5
 """Slots are dealt anew if the median speed of so many steps, and seconds, is another by this ratio."""
 
+CHECKED = {"batch": "--elastic.batch", "num_slots": "--elastic.slots", "every": "--local-steps"}
+"""Option of a run that cannot change -> its name in `train`."""
+
 MOST_PARTS = 4096
 """Largest number of parts of a sum that are read: of members of a run."""
 
@@ -388,12 +391,12 @@ class ElasticIsland:
 
     def _check(self, epoch: Epoch) -> Epoch:
         """Return an epoch of a run with the slots of this island; others would be other rows of a batch."""
-        for name in ("batch", "num_slots", "every"):
+        for name, option in CHECKED.items():
             own, found = getattr(self._options, name), getattr(epoch, name)
             if own != found:
                 raise ValueError(
                     f"this island has {name}={own}, and the run in {self.files.folder} has {found}; use"
-                    f" {name}={found}, or another run folder"
+                    f" {name}={found} ({option} {found}), or another run folder"
                 )
         return epoch
 

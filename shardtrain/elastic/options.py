@@ -13,7 +13,7 @@ MOST_SLOTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Islands that come and go while a run trains, each a process of its own without MPI.
+    """Islands that come and go while a run trains, without MPI between them.
 
     Args:
       islands: fewest and most islands that train together, such as 2..5. With fewer, the run saves and waits

@@ -49,22 +49,20 @@ def add_command(job: Job, run_folder: Path, *, here: bool) -> Job:
             f"after -- come further options of train, and {job.arguments[0]!r} is none; the command of the"
             f" run is in {elastic / COMMAND}"
         )
-    each = job.processes_per_island
     given = _drop_run_dir([*command.arguments, *job.arguments])
     arguments = ("train", *given, "--run-dir", str(run_folder.resolve()))
     folder = Path(command.folder)
     return replace(
         job,
         arguments=arguments,
-        processes_per_island=_find_processes(elastic) if job.processes_per_island == 1 else each,
         folder=folder if folder.is_dir() else None,
         interface=job.interface or (_find_interface(elastic) if here else None),
     )
 
 
-def _find_processes(elastic: Path) -> int:
+def find_processes(run_folder: Path) -> int:
     """Return the number of processes of the island that joined a run last."""
-    members = list_members(elastic).values()
+    members = list_members(run_folder / "elastic").values()
     return get_count(max(members, key=lambda facts: facts.get("started", 0.0), default={}), "processes")
 
 

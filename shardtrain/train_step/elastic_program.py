@@ -3,7 +3,6 @@
 Next: `elastic/island.py`, which asks for slots and for updates.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
@@ -16,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data.batches import Batches, Position
+from shardtrain.data.batches import Batches
 from shardtrain.data.row_split import RowSplit
 from shardtrain.elastic.epoch import find_next
 from shardtrain.errors.messages import refuse
@@ -32,13 +31,11 @@ from shardtrain.train_step.elastic_exchange import (
 )
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.slot_rows import SlotRows
-from shardtrain.train_step.state import Metrics, State
-
-KEPT_METRICS = 64
+from shardtrain.train_step.slot_rows import SlotProgram, SlotRows
+from shardtrain.train_step.state import State
 
 
-class ElasticProgram:
+class ElasticProgram(SlotProgram):
     """What the islands of an elastic run train together, on the mesh of each; see `elastic.program.Program`.
 
     A row's sample and its dropout depend on the step and its number in the batch, so on any number of islands
@@ -85,14 +82,12 @@ class ElasticProgram:
         refuse("an elastic run cannot train this", problems)
         codec, synchronisation = split_codec(synchronisation)
         self._members, self._every = members, synchronisation.every
-        self._rows = SlotRows(batches, num_slots, placement, every=self._every)
-        self.metrics: Metrics = {}
-        self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
+        state = add_outer_state(state, synchronisation, placement)
+        rows = SlotRows(batches, num_slots, placement, every=self._every)
+        super().__init__(rows, state, find_exchange_shardings(synchronisation, placement))
         self._exchange = make_exchange(
             training, placement, synchronisation, num_slots * members, _make_rate(rate, num_slots, members)
         )
-        self._shardings = find_exchange_shardings(synchronisation, placement)
-        self._state = state = add_outer_state(state, synchronisation, placement)
         self._add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
         updated = jax.jit(
             self._exchange.update,
@@ -109,20 +104,6 @@ class ElasticProgram:
             name: jax.tree.map(lambda _, name=name: codec if name in CODED else "", each)
             for name, each in total.items()
         }
-
-    @property
-    def state(self) -> State:
-        """The state after the steps so far; numpy arrays may be set, and None frees it."""
-        assert self._state is not None
-        return self._state
-
-    @state.setter
-    def state(self, state: State | None) -> None:
-        self._state = None if state is None else jax.device_put(state, self._shardings)
-
-    def find_position(self, batch: int) -> Position:
-        """Return the position in the data of a batch, by its number."""
-        return self._rows.find_position(batch)
 
     def compute(self, step: int, slots: Sequence[int], batches: range | None = None) -> Any:
         """Return what the exchange sums, see `make_exchange`, over some slots until the next exchange.

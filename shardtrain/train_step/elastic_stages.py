@@ -3,22 +3,20 @@
 Next: `elastic/group.py`, whose first process asks for slots and for updates.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardtrain.data.batches import Batches, Position
+from shardtrain.data.batches import Batches
 from shardtrain.elastic.codecs import CODECS
-from shardtrain.train_step.elastic_program import KEPT_METRICS
-from shardtrain.train_step.slot_rows import SlotRows
+from shardtrain.train_step.slot_rows import SlotProgram, SlotRows
 from shardtrain.train_step.stage_compute import StageCompute
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import State
 
 
-class ElasticStages:
+class ElasticStages(SlotProgram):
     """What the stage of this process does in an elastic run; all stages of the island make the same calls.
 
     It has what `ElasticProgram` has, for the arrays of the stage.
@@ -47,27 +45,10 @@ class ElasticStages:
     ) -> None:
         assert codec in ("", *CODECS), codec
         self._stage, self._codec = stage, codec
-        self._rows = SlotRows(batches, num_slots, stage.placement, microbatches)
-        self._state: State | None = state
-        self._shardings = jax.tree.map(lambda x: x.sharding, state)
+        rows = SlotRows(batches, num_slots, stage.placement, microbatches)
+        super().__init__(rows, state, jax.tree.map(lambda x: x.sharding, state))
         self._add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
-        self.metrics: Metrics = {}
         self.codecs: Any = ()
-        self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
-
-    @property
-    def state(self) -> State:
-        """The state; numpy arrays may be set, and None frees it."""
-        assert self._state is not None
-        return self._state
-
-    @state.setter
-    def state(self, state: State | None) -> None:
-        self._state = None if state is None else jax.device_put(state, self._shardings)
-
-    def find_position(self, batch: int) -> Position:
-        """Return the position in the data of a batch, by its number."""
-        return self._rows.find_position(batch)
 
     def compute(self, step: int, slots: Sequence[int], batches: range | None = None) -> Any:
         """Return the sums of some slots, see `ElasticProgram.compute` and `StageCompute.sum_gradients`."""
@@ -76,8 +57,8 @@ class ElasticStages:
             found = self._stage.sum_gradients(self.state, next(rows), int(first_row))
             total = found if total is None else self._add(total, found)
         assert total is not None
-        self.codecs = {"grads": jax.tree.map(lambda _: self._codec, total["grads"]), "losses": ""}
-        self.codecs["losses"] = jax.tree.map(lambda _: "", total["losses"])
+        codecs = {"grads": self._codec, "losses": ""}
+        self.codecs = {name: jax.tree.map(lambda _, name=name: codecs[name], total[name]) for name in codecs}
         return total
 
     def apply(self, step: int, total: Any) -> None:

@@ -1,9 +1,11 @@
 """Load the rows of the slots of an elastic run: parts of the rows of a batch, as equal as they can be."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardtrain.data.batches import Batches, Position
@@ -11,6 +13,9 @@ from shardtrain.data.loader import Loader, batch_shard
 from shardtrain.data.row_split import RowSplit
 from shardtrain.elastic.epoch import find_next
 from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import Metrics, State
+
+KEPT_METRICS = 64
 
 AHEAD = 4
 """Number of slots whose rows are loaded while others are computed."""
@@ -88,6 +93,40 @@ class SlotRows:
 
     def _load(self, batch: int, slot: int) -> Any:
         return self._loaders[slot].batches.load(self.find_position(batch))
+
+
+class SlotProgram:
+    """The state of a program that trains slots, and their rows.
+
+    Args:
+      rows: the rows of each slot.
+      state: the state before the first step.
+      shardings: of its arrays.
+
+    Attributes:
+      metrics: of the last exchange; {} before it.
+      recent: number of steps done and metrics, of the newest exchanges.
+    """
+
+    def __init__(self, rows: SlotRows, state: State, shardings: Any) -> None:
+        self._rows, self._shardings = rows, shardings
+        self._state: State | None = state
+        self.metrics: Metrics = {}
+        self.recent: deque[tuple[int, Metrics]] = deque(maxlen=KEPT_METRICS)
+
+    @property
+    def state(self) -> State:
+        """The state after the steps so far; numpy arrays may be set, and None frees it."""
+        assert self._state is not None
+        return self._state
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self._state = None if state is None else jax.device_put(state, self._shardings)
+
+    def find_position(self, batch: int) -> Position:
+        """Return the position in the data of a batch, by its number."""
+        return self._rows.find_position(batch)
 
 
 def _make_loaders(batches: Batches, num_slots: int, placement: Placement, microbatches: int) -> list[Loader]:

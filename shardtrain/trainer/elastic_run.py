@@ -316,8 +316,7 @@ class ElasticRun:
           IslandEnded: this island is no member any more.
         """
         is_last = (self._done + 1) % self._every == 0
-        if self._group.channel is not None:
-            self._asked_others = max(self._group.channel.all_gather("asked to leave", self.asked()))
+        self._asked_others = max(self._group.all_gather("asked to leave", self.asked()))
         if self._lead(lambda: self._advance(is_last)):
             raise IslandEnded(self.outcome)
         self._done += 1
@@ -408,16 +407,17 @@ class ElasticRun:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""
         checkpoints, self._has_taken_over = self._checkpoints.checkpoints, True
         checkpoints.revoke(lambda names: find_chiefs(self._files, names, number))
-        self._group.ask("take over", self._standing, self._done in checkpoints.steps())
+        self._group.ask("take over", self._standing)
 
-    def _take_over(self, standing: Sequence[Any], is_saved: bool) -> None:
+    def _take_over(self, standing: Sequence[Any]) -> None:
         """Do what each process of a new chief does."""
         self._told, self._has_taken_over = Standing(*standing), True
         if not self.leads:
             # the values of evaluations; the first process has ended what was not finished
             self._checkpoints.checkpoints.revoke(lambda names: set())
-        # the chief before may have been lost after an evaluation, before it saved its step
-        if not is_saved:
+        # the chief before may have been lost after an evaluation, before it saved all parts of its step
+        is_saved = self._done in self._checkpoints.checkpoints.steps()
+        if not all(self._group.all_gather("a part is saved", is_saved)):
             self.save_if_best()
 
     def restore(self) -> bool:

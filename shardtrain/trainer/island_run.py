@@ -192,8 +192,10 @@ def _find_stage_problems(run: Run, num_stages: int) -> list[str]:
             f" {num_stages}, or leave it out"
         )
     _, by = split_codec(run.strategy.synchronisation)
-    if not by.is_mean:
-        problems.append(f"--combine {by.by} or local steps with --across pipeline; use --combine mean")
+    if by.on_deltas:
+        problems.append("local steps with --across pipeline; use --synchronisation every-step")
+    elif not by.is_mean:
+        problems.append(f"--combine {by.by} with --across pipeline; use --combine mean")
     if run.scaling.rate != "none":
         problems.append(f"--scaling.rate {run.scaling.rate} with --across pipeline; use none")
     return problems
@@ -229,8 +231,9 @@ def prepare_elastic(run: Run, num_islands: int = 1) -> Run:
         )
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
-    # a slot is a replica, unless gradients are only added up
-    replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.sharers
+    # a slot is a replica, unless gradients are only added up; each passes through stages by itself
+    is_sum = split_codec(strategy.synchronisation)[1].is_mean and not in_stages
+    replicas = None if is_sum else run.elastic.sharers
     slots = run.elastic.slots or replicas
     elastic = replace(run.elastic, slots=slots)
     slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate)

@@ -576,7 +576,9 @@ def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_is
     second = Second(Standing("a", 1, True, "", 0))
     elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing, Group(second))
     elastic._show, elastic._program = lambda: None, SimpleNamespace(state="state", metrics={})
-    elastic._checkpoints = SimpleNamespace(checkpoints=SimpleNamespace(revoke=lambda select: None))
+    own = SimpleNamespace(revoke=lambda select: None, steps=lambda: [elastic._done])
+    elastic._checkpoints, saved = SimpleNamespace(checkpoints=own), []
+    elastic.save_if_best = lambda: saved.append("best")
     a, b = (Peer(name=name, address="") for name in "ab")
     files = RunFiles(tmp_path / "elastic")
     files.propose(1, json.dumps(to_json(found_epoch(1, a, 0, 2))).encode())
@@ -587,7 +589,9 @@ def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_is
     assert elastic.find_asked() == signal.SIGTERM
     assert elastic.is_chief()
     assert not elastic.may_save()
-    elastic._take_over(second.told, is_saved=True)
+    elastic._take_over(second.told)
+    # the part of the other process is not there
+    assert saved == ["best"]
     assert elastic.may_save()
     assert not elastic.may_write()
     # the island slept, and does not know that another one is the chief
