@@ -94,6 +94,8 @@ def test_islands_join_by_the_command_in_the_folder_of_the_run(address, capsys, t
             *("--mpiexec", "mpirun", "--", "train", "run.py", "--elastic", "2..5", "--run-dir", str(run)),
         ]
         assert logs.name == f"island-{number}"
+    for command in dry_runs(printed([*join, "--processes-per-island", "1"], capsys)):
+        assert "launch" not in command
     files.describe_member("b", {"processes": 1, "started": 2.0})
     text = printed(["slurm", *join], capsys)
     assert f"cd '{begun}'\nsrun --mpi=none " in text
