@@ -9,10 +9,14 @@ import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
+from shardtrain.elastic.epoch_files import read_epoch
+from shardtrain.elastic.history import ELASTIC
+from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import needs_library
 from shardtrain.islands.cluster import island_numbers
 from shardtrain.optim.optimizer import Optimizer
@@ -201,13 +205,21 @@ def _find_stage_problems(run: Run, num_stages: int) -> list[str]:
     return problems
 
 
-def prepare_elastic(run: Run, num_islands: int = 1) -> Run:
+def _find_slots(folder: Path) -> int | None:
+    """Return the number of slots of an elastic run; None if there is none yet."""
+    files = RunFiles(folder) if folder.is_dir() else None
+    newest = files.newest() if files else 0
+    return read_epoch(files, newest).num_slots if files and newest else None
+
+
+def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
     """Return a run as islands that come and go train it: slots are its microbatches.
 
     If an island is a pipeline of several processes, each slot is some of its microbatches.
 
     Args:
-      run: the run.
+      run: the run; without a number of slots it has that of the run in its folder.
+      folder: the run folder, there or not.
       num_islands: number of islands of MPI that were launched together, each a stage.
 
     Raises:
@@ -220,6 +232,12 @@ def prepare_elastic(run: Run, num_islands: int = 1) -> Run:
         problems.append(
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
             f" use {run.steps // every * every or every}"
+        )
+    found = None if run.elastic.slots else _find_slots(folder / ELASTIC)
+    if found and found < run.elastic.sharers:
+        problems.append(
+            f"--elastic {run.elastic.islands}, and the run in {folder} has {found} slots, which as many"
+            f" islands can share; use --elastic {min(found, run.elastic.fewest)}..{found}, or another --run-dir"
         )
     check_combinations(run, "elastic", problems)
     in_stages = strategy.across.axis == "pipeline"
@@ -234,7 +252,7 @@ def prepare_elastic(run: Run, num_islands: int = 1) -> Run:
     # a slot is a replica, unless gradients are only added up; each passes through stages by itself
     is_sum = split_codec(strategy.synchronisation)[1].is_mean and not in_stages
     replicas = None if is_sum else run.elastic.sharers
-    slots = run.elastic.slots or replicas
+    slots = run.elastic.slots or found or replicas
     elastic = replace(run.elastic, slots=slots)
     slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate)
     # a pipeline needs microbatches to keep its stages busy

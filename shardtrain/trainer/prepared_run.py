@@ -189,7 +189,7 @@ class PreparedRun:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
         coordination, output = self.coordination, self._output
         if given.elastic.islands:
-            given = prepare_elastic(given, coordination.num_islands)
+            given = prepare_elastic(given, self.folder, coordination.num_islands)
         run = make_island_run(given, coordination, output)
         # the description is of the run as it is trained
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
@@ -327,6 +327,7 @@ def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> di
         if isinstance(traced, ModelTrace):
             sent = [traced.format_sent(stages, part) for part in range(len(stages.counts))]
         description |= {
+            "stages": stages.num_stages,
             "accumulate": run.strategy.accumulate,
             "compute_dtype": run.strategy.compute_dtype,
             "pipeline.tasks": _digest(repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)),

@@ -609,6 +609,16 @@ def test_stages_send_losses_as_they_are():
     assert stages.codecs == {"grads": {"a": "int8"}, "losses": {"loss_sum": ""}}
 
 
+def test_an_island_takes_the_slots_of_its_run(tmp_path):
+    run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..1"))
+    assert prepare_elastic(run, tmp_path).elastic.slots == 2
+    epoch = found_epoch(1, Peer(name="a", address=""), 0, 3)
+    RunFiles(tmp_path / "elastic").propose(1, json.dumps(to_json(epoch)).encode())
+    assert prepare_elastic(run, tmp_path).elastic.slots == 3
+    with pytest.raises(ValueError, match=r"has 3 slots, which as many islands can share; use --elastic 2..3"):
+        prepare_elastic(replace(run, elastic=Elastic(islands="2..4")), tmp_path)
+
+
 def test_the_slots_of_all_members_can_be_sent():
     assert Elastic(islands="1..4", batch="members", slots=1024).slots == 1024
     with pytest.raises(ValueError, match="use 1 to 1024"):
@@ -654,9 +664,9 @@ def test_the_slots_of_all_members_can_be_sent():
         ({"elastic": MEMBERS, "scaling": Scaling(rate="linear", batch=True)}, "--scaling.batch, --scaling"),
     ],
 )
-def test_what_cannot_come_and_go_is_refused(options, message):
+def test_what_cannot_come_and_go_is_refused(options, message, tmp_path):
     run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..4"))
     with pytest.raises(ValueError, match=re.escape(message)):
-        prepare_elastic(replace(run, **options))
+        prepare_elastic(replace(run, **options), tmp_path)
     with pytest.raises(ValueError, match="2 islands of MPI were started together; start each island alone"):
-        prepare_elastic(run, num_islands=2)
+        prepare_elastic(run, tmp_path, num_islands=2)
