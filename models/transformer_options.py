@@ -27,9 +27,9 @@ FIELDS_WITHOUT_OPTION = (
     *("head_dim", "theta", "rope_scaling", "rotary_dims", "eps", "query_scale", "head_scale", "embed_scale"),
     *("post_norm", "only_post_norm", "parallel", "qk_norm", "qk_norm_joint", "window_theta", "full_every"),
     *("attention_bias", "qkv_bias", "norm_bias", "soft_cap", "logits_soft_cap", "tied", "scan"),
-    *("positions", "norm", "bias", "activation", "relative_buckets", "relative_distance"),
+    *("positions", "norm", "bias", "activation", "relative_buckets", "relative_distance", "dtype", "remat"),
 )
-"""Options that describe a family of models: run files set them, and the command line does not have them."""
+"""Options that describe a family of models, which run files set, and those that a strategy sets."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ OPTIONS = {
     "--model.embed 0": "embed is 0; it must be at least 1. Use embed=1 or more",
     "--model.embed 50 --model.num-heads 4 --model.num-kv-heads 4": "50 % 4 = 2. Use embed=48 or embed=52",
     "--model.num-kv-heads 3": "num_heads 8 | num_kv_heads 3: 8 % 3 = 2. Use num_heads=6 or num_heads=9",
-    "--model.eps 0": "--model.eps: set model.eps in the run file",
+    "--model.eps 0 --model.remat full": "--model.eps: set model.eps in the run file | --model.remat: use --remat,",
     "--model.vocab 100": "the model has classes 0 to 99: give the model 123 classes or more",
     "--model.seq 8": "tokens of length 16 | seq=8",
     "--combine adasumm": "combiner 'adasumm' (did you mean 'adasum'",

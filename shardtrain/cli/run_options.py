@@ -91,6 +91,9 @@ SHORT = {
 RENAMED = {"meet_when": "sync_when", "layers": "operators", "proposals": "operators"}
 """Earlier name of an option -> the one that does it now."""
 
+OF_STRATEGY = {"model.dtype": "compute_dtype", "model.remat": "remat"}
+"""Field of a model of this library without an option -> the option of a strategy that sets it."""
+
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
 
@@ -217,7 +220,8 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
         if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
-            problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
+            use = f"use {format_flag(OF_STRATEGY[path])}, or " if path in OF_STRATEGY else ""
+            problems.append(f"{word.partition('=')[0]}: {use}set {path} in the run file{file}")
     refuse("these options do not exist", problems)
 
 

@@ -64,6 +64,9 @@ FACTS, MOST_FACTS_BYTES = "facts-{}.json", 1 << 24
 NO_METRICS: Metrics = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
 """Of a step before an exchange, which has the metrics of all steps since the last one."""
 
+HEAR_SECONDS = 0.5
+"""Time between two questions to the processes of an island whether they are asked to leave."""
+
 ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 """Outcomes after which the same command joins the run again, or continues it."""
 
@@ -119,7 +122,8 @@ class ElasticRun:
         self._group, self.leads, self._told = group, group.leads, Standing("", 0, True, "", 0)
         group.actions |= {
             "set writer": self._set_writer, "take over": self._take_over,
-            "restore": self._restore_arrays, "save": self._save_arrays,
+            "restore": self._restore_arrays, "save": self._save_arrays, "fingerprint": self._fingerprint,
+            "hear": self._hear,
         }  # fmt: skip
         self.stage: StageCompute | None = None
         self._run, self._folder, self._setup, self._batches = run, folder, setup, batches
@@ -134,7 +138,7 @@ class ElasticRun:
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = self._has_taken_over = False
-        self._has_joined, self._asked_others = False, 0
+        self._has_joined, self._asked_others, self._heard_seconds = False, 0, 0.0
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -303,9 +307,20 @@ class ElasticRun:
             patience_seconds=run.elastic.patience_seconds,
             report=self._report,
         )
-        island.wants_to_leave = lambda: bool(self.find_asked())
+        island.wants_to_leave = self._wants_to_leave
         island.find_digest = self._find_digest
         return island
+
+    def _wants_to_leave(self) -> bool:
+        """Ask all processes of this island, seldom; others than the first one wait for what it asks."""
+        now = time.monotonic()
+        if self.asked() or now > self._heard_seconds + HEAR_SECONDS:
+            self._heard_seconds = now
+            self._group.ask("hear")
+        return bool(self._asked_others)
+
+    def _hear(self) -> None:
+        self._asked_others = max(self._group.all_gather("asked to leave", self.asked()))
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Do the next step with the other islands; the state and the batch are those of the program.
@@ -316,7 +331,6 @@ class ElasticRun:
           IslandEnded: this island is no member any more.
         """
         is_last = (self._done + 1) % self._every == 0
-        self._asked_others = max(self._group.all_gather("asked to leave", self.asked()))
         if self._lead(lambda: self._advance(is_last)):
             raise IslandEnded(self.outcome)
         self._done += 1
@@ -492,22 +506,24 @@ class ElasticRun:
     def _find_digest(self, step: int) -> str:
         """Return a fingerprint of the parameters if it is due and islands compute equal bits, else ""."""
         every = self._run.recovery.fingerprint_every
-        if every is None or self._group.channel is not None:
-            return ""
-        if step == 0 or step // every == (step - self._every) // every:
+        if every is None or step == 0 or step // every == (step - self._every) // every:
             return ""
         try:
             found = list_members(self._folder / ELASTIC)
         except ValueError:  # a damaged description: it is not known who computes equal bits
             return ""
         kinds = {
-            str([found.get(name, {}).get(key) for key in ("mesh", "device", "cores")])
+            str([found.get(name, {}).get(key) for key in ("mesh", "processes", "device", "cores")])
             for name in self.island.member.names
         }
         if len(kinds) != 1:
             return ""
-        prints = np.asarray(compute_fingerprints(self._program.state.params)).tobytes()
-        return f"{kinds.pop()}/{zlib.crc32(prints):08x}"
+        return f"{kinds.pop()}/{self._group.ask('fingerprint'):08x}"
+
+    def _fingerprint(self) -> int:
+        """Return a number for the bits of all parameters of this island; all of its processes do this."""
+        prints = np.asarray(compute_fingerprints(self._program.state.params)).tolist()
+        return zlib.crc32(str(self._group.all_gather("fingerprints", prints)).encode())
 
     def _show(self) -> None:
         """Let only the chief print steps and notes."""

@@ -237,7 +237,8 @@ def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
     if found and found < run.elastic.sharers:
         problems.append(
             f"--elastic {run.elastic.islands}, and the run in {folder} has {found} slots, which as many"
-            f" islands can share; use --elastic {min(found, run.elastic.fewest)}..{found}, or another --run-dir"
+            f" islands can share; use --elastic {min(found, run.elastic.fewest)}..{found}, or another run"
+            " folder"
         )
     check_combinations(run, "elastic", problems)
     in_stages = strategy.across.axis == "pipeline"
@@ -249,12 +250,12 @@ def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
         )
     if find_spec("cryptography") is None:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
-    # a slot is a replica, unless gradients are only added up; each passes through stages by itself
-    is_sum = split_codec(strategy.synchronisation)[1].is_mean and not in_stages
-    replicas = None if is_sum else run.elastic.sharers
-    slots = run.elastic.slots or found or replicas
-    elastic = replace(run.elastic, slots=slots)
-    slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate)
+    # a slot is a replica, unless gradients are only added up
+    replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.sharers
+    elastic = replace(run.elastic, slots=run.elastic.slots or found or replicas)
+    # several processes take long for each slot
+    each = 1 if in_stages or jax.process_count() > 1 else 2
+    slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate, each)
     # a pipeline needs microbatches to keep its stages busy
     accumulate = -(-strategy.accumulate // slots) * slots if in_stages else 1
     return replace(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ from shardtrain.train_step.step import make_step
 from shardtrain.trainer.elastic_run import ElasticRun, Standing
 from shardtrain.trainer.island_run import prepare_elastic
 from shardtrain.trainer.loop import _Loop
+from shardtrain.trainer.recovery import Recovery
 from shardtrain.trainer.setup import make_microbatch, make_setup
 from shardtrain.trainer.sources import make_batches, open_sources
 
@@ -213,7 +214,8 @@ def test_local_steps_of_a_lost_island_are_done_again(islands, warm_python, tmp_p
 
 def test_stages_of_a_lost_pipeline_are_done_again(islands, alone, warm_shardtrain):
     """Each island is a pipeline of two processes; one that loses a stage is lost as a whole."""
-    options = ["--across", "pipeline", "--accumulate", "10", "--elastic", "1..3"]
+    every = ["--recovery.fingerprint-every", "2"]
+    options = ["--across", "pipeline", "--accumulate", "10", *every, "--elastic", "1..3"]
     islands.pace(12)
     first = islands.launch(warm_shardtrain, *options)
     islands.wait_for_step(1)
@@ -223,7 +225,7 @@ def test_stages_of_a_lost_pipeline_are_done_again(islands, alone, warm_shardtrai
     os.kill(islands.find_ranks(first)[1], signal.SIGKILL)
     islands.wait_for_why("lost")
     # an island of one process has other sums
-    other = islands.start(elastic="1..3")
+    other = islands.start(*every, elastic="1..3")
     assert other.wait(60) == 2
     assert "strategy.across.axis: pipeline on the run" in islands.output(other)
     last = islands.launch(warm_shardtrain, *options)
@@ -245,14 +247,15 @@ def test_stages_of_a_lost_pipeline_are_done_again(islands, alone, warm_shardtrai
 def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrain, warm_python):
     """They take part beside islands of one process, with any kind of exchange; all continue from either."""
     islands.pace(12)
-    first = islands.launch(warm_shardtrain, "--mesh", "fsdp=2", "--elastic", "1..4")
+    options = ["--recovery.fingerprint-every", "2"]
+    first = islands.launch(warm_shardtrain, "--mesh", "fsdp=2", "--elastic", "1..4", *options)
     islands.wait_for_step(1)
-    islands.start()
+    islands.start(*options)
     islands.wait_for_why("joined")
     islands.wait_for_step(9)
     os.kill(islands.find_ranks(first)[1], signal.SIGKILL)
     islands.wait_for_why("lost")
-    again = islands.launch(warm_shardtrain, "--mesh", "tensor=2", "--elastic", "1..4")
+    again = islands.launch(warm_shardtrain, "--mesh", "tensor=2", "--elastic", "1..4", *options)
     islands.wait_for_why("joined", 2)
     islands.wait_for_step(len(islands.lines()) + 2)
     # the island of two processes is the next chief
@@ -267,6 +270,18 @@ def test_islands_whose_mesh_has_several_processes(islands, alone, warm_shardtrai
     # both of its processes compute it
     assert islands.output(again).count("sampled ") == 1
     assert find_readers(islands.run / "checkpoints")[-1].step == 120
+
+
+def test_an_island_that_waits_for_others_hears_a_signal_to_any_of_its_processes(islands, warm_shardtrain):
+    options = ["--across", "pipeline", "--accumulate", "10", "--elastic", "2..3"]
+    first, other = (islands.launch(warm_shardtrain, *options) for _ in range(2))
+    islands.wait_for_step(3)
+    other.kill()
+    islands.wait_for_why("lost")
+    second = json.loads((islands.folder / "logs-0/rank-1.json").read_text())
+    os.kill(second["pid"], signal.SIGTERM)
+    assert first.wait(60) == 143
+    assert "Abort" not in islands.output(first)
 
 
 def test_a_run_that_the_time_limit_of_its_last_island_ends_is_not_done(islands):
@@ -582,8 +597,9 @@ def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_is
     a, b = (Peer(name=name, address="") for name in "ab")
     files = RunFiles(tmp_path / "elastic")
     files.propose(1, json.dumps(to_json(found_epoch(1, a, 0, 2))).encode())
-    elastic.asked = lambda: signal.SIGTERM
     elastic.step("state", {})
+    elastic.asked = lambda: signal.SIGTERM
+    elastic._hear()
     assert elastic.find_asked() == signal.SIGTERM
     elastic.asked = lambda: 0
     assert elastic.find_asked() == signal.SIGTERM
@@ -597,6 +613,27 @@ def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_is
     # the island slept, and does not know that another one is the chief
     files.propose(2, json.dumps(to_json(found_epoch(2, b, 1, 2))).encode())
     assert not elastic.may_save()
+
+
+def test_islands_of_several_processes_compare_the_parameters_of_all_of_them(tmp_path):
+    nothing: Any = None
+    recovery = Recovery(fingerprint_every=10)
+    run = Run(model=TinyConfig(vocab=32), data=Text(), elastic=replace(MEMBERS, slots=2), recovery=recovery)
+    others = [1]
+    channel = SimpleNamespace(rank=0, size=2, all_gather=lambda name, value: [value, others])
+    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing, Group(cast("Any", channel)))
+    elastic._program = SimpleNamespace(state=SimpleNamespace(params={"a": np.ones(3)}))
+    elastic._island = SimpleNamespace(member=SimpleNamespace(names=("a", "b")))
+    files = RunFiles(tmp_path / "elastic")
+    files.describe_member("a", {"mesh": {"data": 1}, "processes": 2})
+    files.describe_member("b", {"mesh": {"data": 1}, "processes": 2})
+    found = elastic._find_digest(10)
+    others = [2]
+    assert found != elastic._find_digest(10) != ""
+    assert elastic._find_digest(11) == ""
+    elastic._island.member.names = ("a", "c")
+    files.describe_member("c", {"mesh": {"data": 1}, "processes": 1})
+    assert elastic._find_digest(10) == ""
 
 
 def test_stages_send_losses_as_they_are():
