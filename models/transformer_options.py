@@ -46,7 +46,7 @@ class TransformerOptions(CheckedOptions):
         copies, so that no gathered weight is kept. "dots" recomputes everything except matrix products.
         "outputs" keeps only the outputs of attention and feed-forward, which tensor parallelism reduces over
         devices. "full" keeps only the input of each block. "offload" does so too, and keeps the inputs in
-        host memory. `RematCounts`, such as full=6,none=18, gives blocks different policies.
+        host memory. Numbers of blocks, such as full=6,none=18 (`RematCounts`), give them different policies.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: a name in `ATTENTIONS`: "xla"; "blockwise", which needs less memory for long sequences;
         "cudnn" for flash attention on NVIDIA GPUs. "auto" takes "cudnn" if device, dtype and head_dim allow
@@ -112,7 +112,7 @@ class TextOptions(TransformerOptions):
 
     Args:
       vocab: number of tokens in the vocabulary.
-      seq: largest number of positions of a sequence.
+      seq: maximum length of a sequence.
       tied: whether the head uses the embedding table.
       loss_chunk: compute logits, loss and their gradients for this number of tokens of a device at a time,
         to save memory. None means all tokens at once.

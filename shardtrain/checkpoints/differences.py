@@ -25,7 +25,7 @@ class Allow:
       missing: patterns of arrays (`params/head/*`) that the checkpoint may lack, or have in another shape;
         the run initialises them. If it initialises an array of an optimizer's state, it also initialises all
         other arrays of that state that match the patterns, such as its count of updates.
-      unused: patterns of arrays in the checkpoint that the run does not have, and ignores.
+      unused: patterns (fnmatch) of arrays of the checkpoint that are ignored if the run does not have them.
       changed: patterns of options, such as `model.dropout`, whose values may differ from those in the
         checkpoint. Layout, batch, steps, optimizer, data, and how often a run logs, evaluates and saves may
         always differ.

@@ -86,7 +86,7 @@ SECTIONS = {
         more=("evaluate_with",),
     ),
     "islands": Section(
-        about="how and when replicas and islands are synchronised",
+        about="how replicas, and islands (groups of processes, each with a mesh of its own), synchronise",
         shown=(
             *(f"{SYNCHRONISATION}by", f"{SYNCHRONISATION}every", "synchronisation", f"{ACROSS}shares"),
             *(f"{ACROSS}axis", "cluster"),

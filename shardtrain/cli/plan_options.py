@@ -1,4 +1,4 @@
-"""Options of `shardtrain plan`, and checks of the files that it writes.
+"""Options of `shardtrain plan`, and checks of its output paths.
 
 Next: `plan.py`, which makes the plan.
 """

@@ -176,8 +176,8 @@ class StrategyOptions:
 
     Args:
       strategy: strategy file, such as the strategy.toml of a run folder.
-      synchronisation: preset of the options that synchronise replicas: every-step, local-sgd, diloco,
-        streaming-diloco, adasum-deltas or hierarchical. Options of its fields override the preset.
+      synchronisation: preset of how replicas synchronise: every-step, local-sgd, diloco, streaming-diloco,
+        adasum-deltas or hierarchical. Other options of this section override it.
       cluster: cluster file, such as meshes/two_kinds_of_islands.toml. It may set other fields of the strategy
         for each kind of islands; sections of the strategy itself take precedence.
     """

@@ -21,7 +21,7 @@ class Outer:
     The defaults add the combined delta to the parameters.
 
     Args:
-      learning_rate: factor of the combined delta.
+      learning_rate: learning rate of the outer optimizer, which applies the combined delta.
       momentum: factor of the accumulated earlier deltas; 0 keeps none.
       nesterov: whether to use Nesterov momentum, as DiLoCo does.
 
@@ -83,7 +83,7 @@ class Synchronisation:
         that fragments have similar sizes.
       overlap: number of steps that replicas continue while deltas are sent; the result is then added to the
         parameters that they have reached. At most `every`.
-      when: whether replicas synchronise after each `every` steps ("always"), or only if a trigger asks for
+      when: when replicas synchronise: "always", after each `every` steps, or then only if a trigger asks for
         it, such as "drift:0.01": if a replica drifted from the common parameters by more than 1 % of their
         norm. Replicas always synchronise after the last step of a run.
       distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it

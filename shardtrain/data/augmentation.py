@@ -1,4 +1,4 @@
-"""Change images and labels at random for training: crops, mirroring, colours, mixtures of two images.
+"""Augment training images at random: crops, flips, colours, mixtures of two images and their labels.
 
 The functions take a numpy random generator, so that a change depends only on seed, epoch and sample.
 `image_files.py` calls them, `image_decoding.py` decodes the crop.

@@ -1,4 +1,4 @@
-"""Explain errors of XLA and of platforms: the reason, the operation, and the change to make. No jax."""
+"""Explain errors of XLA and of device runtimes: the reason, the operation, and the change to make. No jax."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Make Flax's sharding constraints follow the rules of a layout, strictly, while a model is traced.
+"""Apply a layout's rules to Flax's sharding constraints while a model is traced; refuse names without a rule.
 
 Flax itself silently replicates dims without a rule and drops conflicting axes (docs/decisions/0003, 0012).
 Next: `train_step/gradients.py`, which traces models under these rules.

@@ -16,8 +16,8 @@ class Across:
     """Options of transfers between islands.
 
     Args:
-      axis: "data" makes each island a replica, with its share of every batch. "pipeline" makes each island
-        a stage of a pipeline; island i has stage i % partitions of replica i // partitions.
+      axis: "data" makes each island a replica, with its share of every batch. "pipeline" makes each island a
+        stage of a pipeline; with P stages, island i has stage i % P of replica i // P.
       partitions: number of islands that form one pipeline; None means all islands.
       shares: weights of the replicas; each gets rows of a batch in proportion. "auto" starts with the numbers
         of devices, and then follows the measured speeds. None means "auto" if the devices of islands differ
@@ -27,8 +27,8 @@ class Across:
       reduce: algorithm of sums over islands: one all-reduce; a sum on island 0, which is then broadcast
         ("root"); or sums within each host, and then between hosts ("hierarchical").
       reduce_dtype: dtype of the gradients that islands exchange: "float32", or "bfloat16", half of the bytes.
-        They are added in float32, and the sum is rounded. A codec (bfloat16+mean) adds the rounding errors
-        to the next step's gradients; this option drops them, and needs no memory for them.
+        They are added in float32, and the sum is rounded. Rounding errors are dropped; --combine
+        bfloat16+mean adds them to the next step's gradients (error feedback), which takes memory.
       bucket_bytes: approximate size of the buckets in which gradients are sent; 0 means one bucket per array.
       first_bucket_bytes: size of the first bucket, which is smaller so that sending starts early. None means
         1 MB, or `bucket_bytes` if a mean of gradients is sent from CPU devices of one process, which needs

@@ -196,8 +196,8 @@ class Optimizer:
       name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024;
         Muon for the matrices of the blocks, AdamW for all other parameters).
       learning_rate: the schedule; a number is a constant rate, a function maps the step to the rate.
-      weight_decay: factor of decoupled weight decay; applies to arrays of two or more dims, not counting
-        `layers`.
+      weight_decay: factor of decoupled weight decay; applies to arrays of two or more dims, not counting the
+        dim `layers` of stacked blocks.
       decay_unused: whether to decay parameters that the loss does not depend on, whose gradient is always
         zero.
       b1: decay of the first moment; the momentum of sgd and muon.

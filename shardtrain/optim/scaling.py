@@ -31,8 +31,9 @@ class Scaling:
     Args:
       rate: how the learning rate grows. none: it does not; linear: times N (Goyal et al. 2017, section 2.1,
         for SGD); sqrt: times the square root of N (Krizhevsky 2014; for Adam Malladi et al. 2022).
-      batch: whether to multiply the batch by N, so that each replica has the run's batch.
-      steps: whether to divide the steps, and the warmup of the schedule, by N; at least 1 step is left.
+      batch: whether to multiply the batch by N, the number of replicas, so that each has the run's batch.
+      steps: whether to divide the steps, and the warmup of the schedule, by N, the number of replicas; at
+        least 1 step is left.
       warmup: steps in which the rate rises linearly from the rate of one replica to the scaled one (Goyal et
         al. 2017, section 2.2); None keeps the warmup of the schedule.
 

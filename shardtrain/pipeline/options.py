@@ -29,13 +29,13 @@ class Pipeline:
       stages: how blocks are cut into stages: into "equal" numbers, by "params" or "flops", by "time" (for
         islands of unequal speed and memory), or by numbers of blocks such as "3,4,4,1"; replicas across
         islands may each have a cut, "3,1;1,3".
-      stage_speeds: speed of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in
+      stage_speeds: speed of the devices of each stage, where blocks are divided by time: "1,0.5,2", in
         teraflops a second if a link speed is given, otherwise in any unit; for several replicas "1,0.5;2,1";
         "auto" takes them from the table of known devices; "measured" lets each island time a block of the
         model at the start.
-      stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
-        for several replicas "80,40;16,16"; "auto" takes them from the table of known devices; "unlimited"
-        sets no limit.
+      stage_memory: memory limit of a device of each stage in gigabytes, where blocks are divided by time:
+        "80,40,40"; for several replicas "80,40;16,16"; "auto" takes them from the table of known devices;
+        "unlimited" sets no limit.
       link_speed: gigabytes a second from stage to stage, for a cut by time; None means that sending takes no
         time.
       in_flight: number of batches that are in the pipeline at the same time, for pipelines across islands

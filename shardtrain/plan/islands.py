@@ -1,4 +1,4 @@
-"""Plan unequal islands: the rows of each island, and the best layout for its devices.
+"""Plan unequal islands: the share of the batch of each, and the best layout for its devices.
 
 Next: `search.py`, the layouts of one kind of islands; `report/plan.py`.
 """

@@ -1,4 +1,4 @@
-"""Format the ranks of islands and the buckets that they send, for the start of a run."""
+"""Format what a run prints about its islands when it starts: their ranks, and the buckets that they send."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

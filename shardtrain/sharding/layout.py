@@ -26,8 +26,8 @@ class Layout:
       zero: which arrays the axis fsdp shards. 3: parameters, gradients and optimizer state; 2: gradients and
         optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5). 1 and 2 compile
         to the same step: gradients are replicated while they are accumulated, and sharded afterwards.
-      sequence_sharded: shard the activations between blocks over tensor along the sequence
-        (Korthikanti et al. 2022, section 4.2.2).
+      sequence_sharded: sequence parallelism: shard activations between blocks along the sequence, over the
+        axis tensor (Korthikanti et al. 2022, section 4.2.2).
       collective_matmul: with `sequence_sharded`, models of this library multiply one part of a sequence
         while the next part is sent, instead of gathering the sequence before a matrix product and summing
         the results after it (Wang et al. 2023, Overlap Communication with Dependent Computation via

@@ -1,4 +1,4 @@
-"""List the versions of installed packages by names of folders, which is faster than importlib."""
+"""List the versions of installed packages from their dist-info folders, which is faster than importlib."""
 
 import os
 import re

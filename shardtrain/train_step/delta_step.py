@@ -1,4 +1,4 @@
-"""The step of a mesh in which each replica runs its own optimizer, and some steps merge what they changed.
+"""Train step in which each replica of a mesh runs its own optimizer; some steps merge the replicas' deltas.
 
 In the first, synchronous steps all replicas use the mean gradient instead, so that they change alike. Next:
 `drift.py`, the arithmetic; `step.py`, which compiles it.

@@ -54,8 +54,8 @@ class StartFrom:
         folder of Hugging Face; on the command line it sets the option lora of the model too.
       upcycle: start a decoder with experts (model.experts) from a dense checkpoint: each expert begins as a
         copy of the dense feed-forward layer, and routers begin with random parameters.
-      step: step of the checkpoint to load. None means the newest; "best" means the best by the metric of
-        checkpoints.best in that run.
+      step: step of the checkpoint of the earlier run. None means the newest; "best" the best by its
+        checkpoints.best.
 
     Short form: the folder.
 
@@ -106,8 +106,8 @@ class Run:
       optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
       strategy: layout, gradient accumulation, replicas, islands and pipeline.
-      batch: number of examples in a step, or with batch_unit="tokens" of tokens at most, over all devices and
-        microbatches.
+      batch: number of examples in a step, over all devices and microbatches; with batch_unit="tokens" the
+        most tokens.
       batch_unit: unit of `batch`. With "tokens", samples of similar length share a batch, which is padded to
         one of a few lengths, and padding counts; the data gives the `lengths` of its samples.
       batch_growth: enlarge the batch during the run, instead of lowering the learning rate: "500:2,1000:4"

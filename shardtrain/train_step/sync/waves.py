@@ -1,4 +1,4 @@
-"""Push what an island changed in a wave of steps, and continue from everything pushed so far.
+"""Push the delta of an island after a wave (several steps), and continue from all deltas pushed so far.
 
 Wave-synchronous parallelism (HetPipe, Park et al. 2020): the parameters are the initial ones plus all pushed
 updates, each weighted by its island's share of the rows; an island continues while no other is more than
