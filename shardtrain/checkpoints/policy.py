@@ -27,7 +27,7 @@ class CheckpointPolicy:
             evaluation that is better than all earlier ones is saved. None disables both.
         best_is: whether the lowest or the highest value of the metric `best` is the best.
         trained_only: save only the trained parameters of a run that starts from another checkpoint; the
-          frozen ones are read from that checkpoint whenever the run resumes.
+            frozen ones are read from that checkpoint whenever the run resumes.
 
     Raises:
         ValueError: lists every value of a wrong type or out of range.

@@ -83,7 +83,7 @@ class Synchronisation:
         that fragments have similar sizes.
       overlap: number of steps that replicas continue while deltas are sent; the result is then added to the
         parameters that they have reached. At most `every`.
-      when: when replicas synchronise: "always", after each `every` steps, or then only if a trigger asks for
+      when: when replicas synchronise: "always" after each `every` steps, or then only if a trigger asks for
         it, such as "drift:0.01": if a replica drifted from the common parameters by more than 1 % of their
         norm. Replicas always synchronise after the last step of a run.
       distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it

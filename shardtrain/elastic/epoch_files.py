@@ -1,8 +1,10 @@
 """Read the epochs of a run from its folder. Next: `epoch.py`."""
 
+from pathlib import Path
+
 from shardtrain.elastic.epoch import Epoch
 from shardtrain.elastic.messages import from_json
-from shardtrain.elastic.run_files import RunFiles
+from shardtrain.elastic.run_files import EPOCHS, RunFiles
 from shardtrain.system.untrusted_files import parse_json
 
 
@@ -18,6 +20,14 @@ def parse_epoch(content: bytes) -> Epoch:
 def read_epoch(files: RunFiles, number: int) -> Epoch:
     """Return an epoch of a run, which exists."""
     return parse_epoch(files.wait_for(number))
+
+
+def read_newest(folder: Path) -> Epoch | None:
+    """Return the newest epoch of the run with this folder of epochs and members; None if there is none."""
+    # looked for first: `RunFiles` makes the folders
+    files = RunFiles(folder) if (folder / EPOCHS).is_dir() else None
+    newest = files.newest() if files else 0
+    return read_epoch(files, newest) if files and newest else None
 
 
 def find_chiefs(files: RunFiles, names: set[str], number: int) -> set[str]:

@@ -19,8 +19,8 @@ class Elastic:
       islands: fewest and most islands that train together, such as 2..5. With fewer, the run saves and waits
         for others. Empty disables it.
       slots: number of parts of a batch that islands share by speed, at least the most islands; they are its
-        microbatches. None takes the number of the run in the folder, or else about twice the most islands; as
-        many, if an island has several processes. With batch members, of the batch of each.
+        microbatches. None takes the number of the run in the folder, or else about two for each of the most
+        islands, or one if an island is a pipeline. With batch members, of the batch of each.
       batch: rows of a step. fixed: those of the batch; members: a batch for each island, so that steps with
         more islands read more, and the data is used up sooner.
       wait_minutes: longest time with fewer islands than that, after which the run ends with exit code 75.
@@ -99,11 +99,13 @@ class Elastic:
 
         >>> [Elastic(islands=islands).choose_slots(48) for islands in ("1..1", "2..5", "1..30")]
         [2, 12, 48]
+        >>> Elastic(islands="2..5").choose_slots(48, each=1)
+        6
         """
         slots, least = self.slots, min(max(each * self.sharers, microbatches), batch)
         if slots is None:
             # equal ones, if there are not many more of them
-            slots = next((number for number in range(least, each * least) if batch % number == 0), least)
+            slots = next((number for number in range(least, 2 * least) if batch % number == 0), least)
         fewest = max(self.sharers, microbatches)
         if not fewest <= slots <= batch:
             raise ValueError(

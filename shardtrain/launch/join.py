@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardtrain.elastic.command_file import COMMAND, read_command
-from shardtrain.elastic.epoch_files import read_epoch
+from shardtrain.elastic.epoch_files import read_newest
 from shardtrain.elastic.history import get_count, list_members
 from shardtrain.elastic.options import Elastic
-from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import refuse
 from shardtrain.islands.network import LOOPBACK, LOOPBACK_ADDRESS
 from shardtrain.launch.job import Job
@@ -79,12 +78,9 @@ def _drop_run_dir(words: Sequence[str]) -> list[str]:
 
 def _find_interface(elastic: Path) -> str | None:
     """Return loopback if the members of a run use it; None if hosts may have several."""
-    # looked for first: `RunFiles` makes the folders
-    files = RunFiles(elastic) if (elastic / "epochs").is_dir() else None
-    if files is None or not (newest := files.newest()):
-        return LOOPBACK
-    here = all(LOOPBACK_ADDRESS in member.address for member in read_epoch(files, newest).members)
-    return LOOPBACK if here else None
+    epoch = read_newest(elastic)
+    members = epoch.members if epoch else ()
+    return LOOPBACK if all(LOOPBACK_ADDRESS in member.address for member in members) else None
 
 
 def check_elastic(job: Job, islands: str | None, launcher: str, *, can_start: bool) -> None:

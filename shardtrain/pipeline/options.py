@@ -36,8 +36,8 @@ class Pipeline:
       stage_memory: memory limit of a device of each stage in gigabytes, where blocks are divided by time:
         "80,40,40"; for several replicas "80,40;16,16"; "auto" takes them from the table of known devices;
         "unlimited" sets no limit.
-      link_speed: gigabytes a second from stage to stage, for a cut by time; None means that sending takes no
-        time.
+      link_speed: gigabytes a second from stage to stage, where blocks are divided by time; None means that
+        sending takes no time.
       in_flight: number of batches that are in the pipeline at the same time, for pipelines across islands
         that synchronise in waves. Each batch is a step of its pipeline's optimizer; it does not see the
         updates of the others, and its backward uses the weights of its forward. With 1, the pipeline is

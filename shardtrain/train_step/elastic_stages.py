@@ -57,8 +57,10 @@ class ElasticStages(SlotProgram):
             found = self._stage.sum_gradients(self.state, next(rows), int(first_row))
             total = found if total is None else self._add(total, found)
         assert total is not None
-        codecs = {"grads": self._codec, "losses": ""}
-        self.codecs = {name: jax.tree.map(lambda _, name=name: codecs[name], total[name]) for name in codecs}
+        self.codecs = {
+            "grads": jax.tree.map(lambda _: self._codec, total["grads"]),
+            "losses": jax.tree.map(lambda _: "", total["losses"]),
+        }
         return total
 
     def apply(self, step: int, total: Any) -> None:

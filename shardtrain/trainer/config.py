@@ -107,7 +107,7 @@ class Run:
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
       strategy: layout, gradient accumulation, replicas, islands and pipeline.
       batch: number of examples in a step, over all devices and microbatches; with batch_unit="tokens" the
-        most tokens.
+        largest number of tokens.
       batch_unit: unit of `batch`. With "tokens", samples of similar length share a batch, which is padded to
         one of a few lengths, and padding counts; the data gives the `lengths` of its samples.
       batch_growth: enlarge the batch during the run, instead of lowering the learning rate: "500:2,1000:4"

@@ -7,6 +7,7 @@ each runs the loop, and the first one is the member. Next: `elastic/island.py`, 
 
 import json
 import os
+import re
 import socket
 import time
 import zlib
@@ -64,8 +65,11 @@ FACTS, MOST_FACTS_BYTES = "facts-{}.json", 1 << 24
 NO_METRICS: Metrics = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
 """Of a step before an exchange, which has the metrics of all steps since the last one."""
 
-HEAR_SECONDS = 0.5
-"""Time between two questions to the processes of an island whether they are asked to leave."""
+GATHER_SECONDS = 0.5
+"""Time between two questions to the processes of an island whether a signal asked them to leave."""
+
+LOST_CONNECTION = re.compile(r"Gloo|NCCL|Connection (reset|refused|closed)|[Cc]oordination service|heartbeat")
+"""What errors of jax say if another process of the mesh is lost."""
 
 ENDED_EARLY = ("excluded", "cut off", "too few", "no state")
 """Outcomes after which the same command joins the run again, or continues it."""
@@ -123,7 +127,7 @@ class ElasticRun:
         group.actions |= {
             "set writer": self._set_writer, "take over": self._take_over,
             "restore": self._restore_arrays, "save": self._save_arrays, "fingerprint": self._fingerprint,
-            "hear": self._hear,
+            "gather signals": self._gather_signals,
         }  # fmt: skip
         self.stage: StageCompute | None = None
         self._run, self._folder, self._setup, self._batches = run, folder, setup, batches
@@ -138,7 +142,7 @@ class ElasticRun:
         self.write_kept_lines: Callable[[], object] = lambda: None
         self.watched: list[tuple[int, Metrics]] = []
         self._was_chief = self._has_taken_over = False
-        self._has_joined, self._asked_others, self._heard_seconds = False, 0, 0.0
+        self._asked_others, self._gathered_seconds = 0, 0.0
         self._every, self._done = run.strategy.synchronisation.every, 0
         self.command: Sequence[str] = ()
 
@@ -166,9 +170,8 @@ class ElasticRun:
         try:
             found, told = self._group.run(lambda: [work(), list(self._standing)])
         except jax.errors.JaxRuntimeError as error:
-            if self._group.channel is None or not self._has_joined:
+            if self._group.channel is None or not LOST_CONNECTION.search(str(error)):
                 raise
-            # what was computed before is refused by no compiler
             raise IslandEnded(f"a process of this island is lost: {first_line(error)}") from error
         self._told = Standing(*told)
         return found
@@ -237,7 +240,6 @@ class ElasticRun:
             whole = NamedSharding(self._setup.mesh, PartitionSpec()) if self.stage is None else None
             trained = GroupProgram(self._group, trained, whole)
         is_over, self._done = self._lead(lambda: self._join(trained))
-        self._has_joined = True
         self._output.release(self.is_chief() and self.leads, self.name)
         if is_over and self.outcome != "stopped":
             raise IslandEnded(f"this island did not join the run in {self._folder}: {self.outcome}")
@@ -312,14 +314,14 @@ class ElasticRun:
         return island
 
     def _wants_to_leave(self) -> bool:
-        """Ask all processes of this island, seldom; others than the first one wait for what it asks."""
+        """Ask all processes of this island, seldom, whether a signal asked them to leave."""
         now = time.monotonic()
-        if self.asked() or now > self._heard_seconds + HEAR_SECONDS:
-            self._heard_seconds = now
-            self._group.ask("hear")
+        if self.asked() or now > self._gathered_seconds + GATHER_SECONDS:
+            self._gathered_seconds = now
+            self._group.ask("gather signals")
         return bool(self._asked_others)
 
-    def _hear(self) -> None:
+    def _gather_signals(self) -> None:
         self._asked_others = max(self._group.all_gather("asked to leave", self.asked()))
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:

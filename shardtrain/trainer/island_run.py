@@ -9,14 +9,10 @@ import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from shardtrain.elastic.epoch_files import read_epoch
-from shardtrain.elastic.history import ELASTIC
-from shardtrain.elastic.run_files import RunFiles
 from shardtrain.errors.messages import needs_library
 from shardtrain.islands.cluster import island_numbers
 from shardtrain.optim.optimizer import Optimizer
@@ -205,21 +201,14 @@ def _find_stage_problems(run: Run, num_stages: int) -> list[str]:
     return problems
 
 
-def _find_slots(folder: Path) -> int | None:
-    """Return the number of slots of an elastic run; None if there is none yet."""
-    files = RunFiles(folder) if folder.is_dir() else None
-    newest = files.newest() if files else 0
-    return read_epoch(files, newest).num_slots if files and newest else None
-
-
-def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
+def prepare_elastic(run: Run, found: int | None = None, num_islands: int = 1) -> Run:
     """Return a run as islands that come and go train it: slots are its microbatches.
 
     If an island is a pipeline of several processes, each slot is some of its microbatches.
 
     Args:
-      run: the run; without a number of slots it has that of the run in its folder.
-      folder: the run folder, there or not.
+      run: the run.
+      found: number of slots of the run that its folder holds, which it takes unless it has a number; or None.
       num_islands: number of islands of MPI that were launched together, each a stage.
 
     Raises:
@@ -233,15 +222,17 @@ def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
             f"--steps {run.steps}, of which --local-steps {every} would leave some that are not exchanged;"
             f" use {run.steps // every * every or every}"
         )
-    found = None if run.elastic.slots else _find_slots(folder / ELASTIC)
-    if found and found < run.elastic.sharers:
+    in_stages = strategy.across.axis == "pipeline"
+    microbatches = 1 if in_stages else strategy.accumulate
+    slots = run.elastic.slots or found
+    if slots == found and found and not max(run.elastic.sharers, microbatches) <= found <= run.batch:
         problems.append(
-            f"--elastic {run.elastic.islands}, and the run in {folder} has {found} slots, which as many"
-            f" islands can share; use --elastic {min(found, run.elastic.fewest)}..{found}, or another run"
-            " folder"
+            f"the run in this folder has {found} slots, the parts of a batch that islands share, so at most"
+            f" {found} islands (here {run.elastic.sharers}), at most {found} microbatches (here"
+            f" {microbatches}) and at least {found} rows in a batch (here {run.batch}); change these, or use"
+            " another --run-dir"
         )
     check_combinations(run, "elastic", problems)
-    in_stages = strategy.across.axis == "pipeline"
     if num_islands > 1 and not in_stages:
         raise ValueError(
             f"--elastic is given, and {num_islands} islands of MPI were started together; start each island"
@@ -252,10 +243,9 @@ def prepare_elastic(run: Run, folder: Path, num_islands: int = 1) -> Run:
         raise ValueError(needs_library("connections of islands are", "cryptography", "elastic"))
     # a slot is a replica, unless gradients are only added up
     replicas = None if split_codec(strategy.synchronisation)[1].is_mean else run.elastic.sharers
-    elastic = replace(run.elastic, slots=run.elastic.slots or found or replicas)
-    # several processes take long for each slot
-    each = 1 if in_stages or jax.process_count() > 1 else 2
-    slots = elastic.choose_slots(run.batch, 1 if in_stages else strategy.accumulate, each)
+    elastic = replace(run.elastic, slots=slots or replicas)
+    # each slot passes through the stages by itself
+    slots = elastic.choose_slots(run.batch, microbatches, 1 if in_stages else 2)
     # a pipeline needs microbatches to keep its stages busy
     accumulate = -(-strategy.accumulate // slots) * slots if in_stages else 1
     return replace(

@@ -104,6 +104,9 @@ class _Loop:
             try:
                 self._step()
             except IslandEnded:
+                elastic = self.prepared.elastic
+                if elastic is None or not elastic.outcome:
+                    raise
                 break
             result = self._vote()
             is_last = self.done == self.last_step

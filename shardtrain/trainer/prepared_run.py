@@ -17,7 +17,9 @@ from shardtrain.checks.first_batch import find_class_problems, find_loss_problem
 from shardtrain.checks.loss_program import check_trace
 from shardtrain.checks.shifted_names import warn_shifted_names
 from shardtrain.data import Batch, Batches, Loader
+from shardtrain.elastic.epoch_files import read_newest
 from shardtrain.elastic.group import Group
+from shardtrain.elastic.history import ELASTIC
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_guard import guard_loss
@@ -189,7 +191,10 @@ class PreparedRun:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
         coordination, output = self.coordination, self._output
         if given.elastic.islands:
-            given = prepare_elastic(given, self.folder, coordination.num_islands)
+            epoch = read_newest(self.folder / ELASTIC)
+            # the processes of an island may see another's first epoch at different times
+            slots = coordination.all_gather("slots of the run", epoch.num_slots if epoch else None)[0]
+            given = prepare_elastic(given, slots, coordination.num_islands)
         run = make_island_run(given, coordination, output)
         # the description is of the run as it is trained
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))

@@ -91,7 +91,9 @@ def test_other_steps_or_slots_than_those_of_the_run_are_refused(run):
     run.start()
     # from the checkpoint of its last step
     assert [epoch.step for epoch in run.finish() if epoch.founded] == [0, 150, 150]
-    with pytest.raises(ValueError, match=r"has num_slots=5, and the run in .* has 6; use num_slots=6"):
+    with pytest.raises(
+        ValueError, match=r"has num_slots=5, and the run in .* has 6; use num_slots=6 \(--elastic.slots 6\)"
+    ):
         ElasticIsland(run.folder, Toy(), Membership(num_slots=5), host="127.0.0.1")
     with pytest.raises(ValueError, match=r"has batch=members, and the run in .* has fixed; use batch=fixed"):
         ElasticIsland(run.folder, Toy(), Membership(num_slots=SLOTS, batch="members"), host="127.0.0.1")

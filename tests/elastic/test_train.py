@@ -29,7 +29,7 @@ from shardtrain.cli import main
 from shardtrain.combine.synchronisation import Synchronisation, preset
 from shardtrain.data import Batches, Position
 from shardtrain.elastic.epoch import Epoch, Peer, found_epoch
-from shardtrain.elastic.epoch_files import list_epochs
+from shardtrain.elastic.epoch_files import list_epochs, read_newest
 from shardtrain.elastic.group import CALL, DONE, Group
 from shardtrain.elastic.history import read_history
 from shardtrain.elastic.ledger import list_ledger
@@ -37,13 +37,14 @@ from shardtrain.elastic.messages import to_json
 from shardtrain.elastic.options import Elastic
 from shardtrain.elastic.run_files import RunFiles
 from shardtrain.functional.loss import next_token_loss
+from shardtrain.islands.options import Across
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.elastic_stages import ElasticStages
 from shardtrain.train_step.placement import init_state
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.elastic_run import ElasticRun, Standing
+from shardtrain.trainer.elastic_run import ElasticRun, IslandEnded, Standing
 from shardtrain.trainer.island_run import prepare_elastic
 from shardtrain.trainer.loop import _Loop
 from shardtrain.trainer.recovery import Recovery
@@ -569,14 +570,14 @@ def test_a_new_chief_takes_over_before_it_writes_and_saves_the_best_step_only_if
 class Second:
     """The channel of the second of two processes, whose first one tells `told`."""
 
-    rank, size = 1, 2
+    rank, size, signal = 1, 2, 0
 
     def __init__(self, told: Standing) -> None:
         self.told = told
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        first = [DONE, [[False, list(self.told)]]] if name == CALL else 0
-        return [first, value]
+        answers = {CALL: [DONE, [[False, list(self.told)]]], "asked to leave": self.signal}
+        return [answers.get(name), value]
 
     def send(self, array: Any, to: int) -> None:
         raise AssertionError(to)
@@ -598,10 +599,8 @@ def test_a_process_saves_for_the_newest_chief_alone_and_asks_to_leave_for_its_is
     files = RunFiles(tmp_path / "elastic")
     files.propose(1, json.dumps(to_json(found_epoch(1, a, 0, 2))).encode())
     elastic.step("state", {})
-    elastic.asked = lambda: signal.SIGTERM
-    elastic._hear()
-    assert elastic.find_asked() == signal.SIGTERM
-    elastic.asked = lambda: 0
+    second.signal = signal.SIGTERM
+    elastic._gather_signals()
     assert elastic.find_asked() == signal.SIGTERM
     assert elastic.is_chief()
     assert not elastic.may_save()
@@ -647,13 +646,60 @@ def test_stages_send_losses_as_they_are():
 
 
 def test_an_island_takes_the_slots_of_its_run(tmp_path):
-    run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..1"))
-    assert prepare_elastic(run, tmp_path).elastic.slots == 2
+    run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=12, elastic=Elastic(islands="1..2"))
+    by = replace(run, strategy=Strategy(synchronisation=Synchronisation(by="adasum")))
+    stages = replace(run, strategy=Strategy(across=Across(axis="pipeline"), accumulate=7))
+    for each, slots in ((run, 4), (by, 2)):
+        assert prepare_elastic(each).elastic.slots == slots
+        assert prepare_elastic(each, 3).elastic.slots == 3
+    found = prepare_elastic(stages, num_islands=2)
+    assert (found.elastic.slots, found.strategy.accumulate) == (2, 8)
+    assert read_newest(tmp_path / "elastic") is None
+    assert not (tmp_path / "elastic").exists()
     epoch = found_epoch(1, Peer(name="a", address=""), 0, 3)
     RunFiles(tmp_path / "elastic").propose(1, json.dumps(to_json(epoch)).encode())
-    assert prepare_elastic(run, tmp_path).elastic.slots == 3
-    with pytest.raises(ValueError, match=r"has 3 slots, which as many islands can share; use --elastic 2..3"):
-        prepare_elastic(replace(run, elastic=Elastic(islands="2..4")), tmp_path)
+    assert read_newest(tmp_path / "elastic") == epoch
+    for other, text in (
+        ({"elastic": Elastic(islands="2..4")}, "3 islands (here 4)"),
+        ({"strategy": Strategy(accumulate=6)}, "3 microbatches (here 6)"),
+        ({"batch": 2}, "at least 3 rows in a batch (here 2)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            prepare_elastic(replace(run, **other), 3)
+
+
+def test_an_error_of_a_compiler_is_no_lost_process(tmp_path):
+    nothing: Any = None
+    run = Run(model=TinyConfig(vocab=32), data=Text(), elastic=replace(MEMBERS, slots=2))
+    elastic: Any = ElasticRun(
+        run, tmp_path, nothing, nothing, nothing, Group(Second(Standing("a", 1, True, "", 0)))
+    )
+
+    def fail(text):
+        raise jax.errors.JaxRuntimeError(text)
+
+    elastic._group.run = lambda work: fail("Gloo all-reduce failed: Connection closed by peer")
+    with pytest.raises(IslandEnded, match="a process of this island is lost: JaxRuntimeError: Gloo"):
+        elastic.finish()
+    elastic._group.run = lambda work: fail("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
+        elastic.finish()
+
+
+def test_an_island_that_is_not_over_ends_by_its_error():
+    """It would wait for a step that nobody computes."""
+    loop: Any = object.__new__(_Loop)
+    loop.done, loop.last_step = 0, 1
+
+    def fail():
+        raise IslandEnded("a process of this island is lost")
+
+    loop._step = fail
+    loop.prepared = SimpleNamespace(elastic=SimpleNamespace(outcome="stopped"))
+    loop.train()
+    loop.prepared.elastic.outcome = ""
+    with pytest.raises(IslandEnded, match="a process"):
+        loop.train()
 
 
 def test_the_slots_of_all_members_can_be_sent():
@@ -674,6 +720,10 @@ def test_the_slots_of_all_members_can_be_sent():
         ),
         ({"strategy": Strategy(synchronisation=preset("local-sgd")), "steps": 50}, "use 48"),
         ({"elastic": Elastic(islands="1..20")}, "a batch of 10 rows is too small for 20 slots"),
+        (
+            {"strategy": Strategy(across=Across(axis="pipeline"), synchronisation=preset("diloco"))},
+            "local steps with --across pipeline",
+        ),
         (
             {"scaling": Scaling(rate="sqrt")},
             "--scaling.rate sqrt, which follows the members; use --elastic.batch",
@@ -701,9 +751,9 @@ def test_the_slots_of_all_members_can_be_sent():
         ({"elastic": MEMBERS, "scaling": Scaling(rate="linear", batch=True)}, "--scaling.batch, --scaling"),
     ],
 )
-def test_what_cannot_come_and_go_is_refused(options, message, tmp_path):
+def test_what_cannot_come_and_go_is_refused(options, message):
     run = Run(model=TinyConfig(vocab=32, seq=8), data=Text(), batch=10, elastic=Elastic(islands="1..4"))
     with pytest.raises(ValueError, match=re.escape(message)):
-        prepare_elastic(replace(run, **options), tmp_path)
+        prepare_elastic(replace(run, **options))
     with pytest.raises(ValueError, match="2 islands of MPI were started together; start each island alone"):
-        prepare_elastic(run, tmp_path, num_islands=2)
+        prepare_elastic(run, num_islands=2)
