@@ -91,7 +91,7 @@ SECTIONS = {
             *(f"{SYNCHRONISATION}by", f"{SYNCHRONISATION}every", "synchronisation", f"{ACROSS}shares"),
             *(f"{ACROSS}axis", "cluster"),
         ),
-        more=(SYNCHRONISATION, ACROSS, "replay"),
+        more=(SYNCHRONISATION, ACROSS, "elastic.", "replay"),
     ),
     "pipeline": Section(
         about="how blocks are partitioned into stages, and the schedule of microbatches",
@@ -99,9 +99,9 @@ SECTIONS = {
         more=(PIPELINE,),
     ),
     "failures": Section(
-        about="when a run rolls back, when a hanging run is ended, and islands that come and go",
+        about="when a run rolls back, and when a hanging run is ended",
         shown=("nonfinite", "recovery.spike"),
-        more=("recovery.", "watch.", "elastic."),
+        more=("recovery.", "watch."),
     ),
     "command": Section(about="options of this command"),
 }  # fmt: skip

@@ -73,7 +73,7 @@ class Synchronisation:
       on: what is combined: "gradients", or "deltas", the parameter changes that each replica's own optimizer
         computes (Horovod's Adasum, local SGD). With deltas each replica has its own optimizer state.
       every: number of local steps of a replica before what it changed (its delta) is combined; more than 1
-        needs on="deltas".
+        needs on="deltas" (--combine-on deltas).
       inside: how an island reduces the gradients of its own devices before it sends them to other islands:
         to their mean, or to their sum, which is the mean times the number of its replicas.
       outer: the optimizer that applies a combined delta: options of SGD, or in Python any optax

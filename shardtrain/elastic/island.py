@@ -418,8 +418,10 @@ class ElasticIsland:
             self._perform(effect)
         if new is not None and new is not before:
             number = len(new.members)
+            missing = 0 if new.stops else self._options.min_members - number
             self._work.put(
                 f"epoch {new.number} from step {new.step}: {number} island{'s' * (number > 1)}; {new.why}"
+                + (f"; waits for {missing} more" if missing > 0 else "")
             )
 
     def _perform(self, effect: engine.Effect) -> None:

@@ -451,7 +451,7 @@ class ElasticRun:
             raise ValueError(
                 f"the checkpoint of step {start.step} continues at {start.position} of the data, and with"
                 f" islands that come and go step {start.step} is at {expected}: the batch or the data has"
-                " changed, or a rollback skipped data. Continue without --elastic"
+                " changed, or a rollback skipped data. Use those of before, or continue without --elastic"
             )
         return True
 
@@ -535,7 +535,10 @@ class ElasticRun:
         """Show a line about the members: the chief all of them, others those about themselves."""
         name = self.name
         self._show()
-        if self.is_chief():
+        if "; waits for " in text:
+            # at once: the rest of the output may be held until this island trains
+            terminal.err(f"{name}: {text}\n")
+        elif self.is_chief():
             self._output.note(text)
         elif text.startswith("joins ") or name in text:
             terminal.err(f"{name}: {text}\n")

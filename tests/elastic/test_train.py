@@ -283,6 +283,8 @@ def test_an_island_that_waits_for_others_hears_a_signal_to_any_of_its_processes(
     os.kill(second["pid"], signal.SIGTERM)
     assert first.wait(60) == 143
     assert "Abort" not in islands.output(first)
+    assert "1 island; lost" in islands.output(first)
+    assert "; waits for 1 more" in islands.output(first)
 
 
 def test_a_run_that_the_time_limit_of_its_last_island_ends_is_not_done(islands):
