@@ -6,8 +6,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from shardtrain import CheckpointPolicy, Run, Text
+from shardtrain.islands.binding import bind_cpus
+from shardtrain.islands.rank_environment import find_rank_environment
+from shardtrain.models.decoder import DecoderConfig
 
 PERIOD_SECONDS, LEAST_SECONDS = 0.004, 0.001
 """The period of a quota, short beside a step, and the shortest quota that the kernel gives."""
@@ -36,36 +43,20 @@ def run_command(*words: object, before: Sequence[str] = (), **environment: str) 
     return found.stdout
 
 
-def bind(*, one_core: bool = False) -> None:
+def bind() -> None:
     """Keep to this rank's cores, as `shardtrain train` does; before jax starts its threads."""
-    from shardtrain.islands.binding import bind_cpus
-    from shardtrain.islands.rank_environment import find_rank_environment
-
     if cores := bind_cpus(find_rank_environment(os.environ)):
-        os.sched_setaffinity(0, {min(cores)} if one_core else cores)
+        os.sched_setaffinity(0, cores)
 
 
-def join_ranks() -> Any:
-    """Return the islands; end where there is one process alone."""
-    from shardtrain.islands.membership import join
-
-    return join() or sys.exit("start it on several ranks: mpiexec -n 2 python benchmarks/NAME.py")
-
-
-def text_run(config: dict[str, int], folder: Path, **fields: Any) -> Any:
+def text_run(seq: int, embed: int, num_layers: int, **fields: Any) -> Run:
     """Return a run of a decoder on text that every machine with Python has; it saves nothing midway."""
-    from shardtrain import CheckpointPolicy, Run
-    from shardtrain.data import Text
-    from shardtrain.models.decoder import DecoderConfig
-
-    paths = tuple(sorted(Path(os.__file__).parent.glob("a*.py")))
     return Run(
-        model=DecoderConfig(vocab=256, num_heads=4, **config),  # type: ignore[arg-type]
-        data=Text(paths=paths, seq=config["seq"]),
+        model=DecoderConfig(vocab=256, num_heads=4, seq=seq, embed=embed, num_layers=num_layers),
+        data=Text(paths=tuple(sorted(Path(os.__file__).parent.glob("a*.py"))), seq=seq),
         evaluate_every=None,
         checkpoints=CheckpointPolicy(every_steps=None, every_minutes=None),
         sinks=("jsonl",),
-        run_dir=folder,
         **fields,
     )
 
@@ -77,11 +68,10 @@ class CpuQuota:
 
     Args:
       part: of a core; the whole process has it, all threads together.
-      root: where control groups are mounted.
     """
 
-    def __init__(self, part: float, root: Path = Path("/sys/fs/cgroup")) -> None:
-        self._part = part
+    def __init__(self, part: float) -> None:
+        self._part, root = part, Path("/sys/fs/cgroup")
         self._is_v1 = (root / "cpu" / "cgroup.procs").is_file()
         self._root = self._before = root / "cpu" if self._is_v1 else root
         self._own: Path | None = None
@@ -125,27 +115,32 @@ class CpuQuota:
         return self._root
 
 
-class RunQuota:
-    """The quota of this rank for some steps of a run; rank 0, which has the hooks, tells the others by files.
+def follow_quota(part: float, times: Path, first: int, last: int) -> None:
+    """Give this rank a quota from one step of a run to another, in a thread.
 
     Args:
       part: of a core, as of `CpuQuota`.
-      folder: a folder of all ranks, for the files.
-      first, last: after these steps the quotas of all ranks begin and end.
+      times: a file of all ranks, to which `write_time` adds a line in each step.
+      first, last: the quota begins and ends after these steps.
     """
+    quota = CpuQuota(part)
 
-    def __init__(self, part: float, folder: Path, first: int, last: int) -> None:
-        self._quota, self._events = CpuQuota(part), {first: "begin", last: "end"}
-        self._folder = folder
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def on_step(self, step: int) -> None:
-        """Tell all ranks, as a hook of a run."""
-        if step in self._events:
-            (self._folder / f"quota_{self._events[step]}").touch()
-
-    def _follow(self) -> None:
-        for event, act in ("begin", self._quota.begin), ("end", self._quota.end):
-            while not (self._folder / f"quota_{event}").exists():
+    def follow() -> None:
+        for step, act in (first, quota.begin), (last, quota.end):
+            while not times.is_file() or times.read_text().count("\n") < step:
                 time.sleep(0.01)
             act()
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def write_time(times: Path) -> None:
+    """Add the time to a file, as a hook of each step."""
+    with times.open("a") as file:
+        file.write(f"{time.monotonic()}\n")
+
+
+def read_seconds(times: Path, num_steps: int) -> float:
+    """Return the median seconds of the last steps."""
+    # a median: each process pauses once or twice in a run, for up to 1.5 s
+    return median(b - a for a, b in pairwise(map(float, times.read_text().split()[-num_steps - 1 :])))

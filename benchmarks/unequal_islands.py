@@ -1,33 +1,67 @@
-"""Islands of unequal speed: rows of the batch by measured speed beside equal rows, in one run.
+"""Islands with parts of a core: rows of the batch by measured speed, and what `shardtrain plan` chooses.
 
-mpiexec -n 2 python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--change]    # as root
+python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--change]    # as root
+python benchmarks/unequal_islands.py --plan [--rounds 1]                   # as root
 
-Every rank keeps to one core. The last one gets one `slow`-th of it, by a quota of a control group. The same
-run is trained with equal shares and with `--shares auto`, in another order in each round. With --change rank
-0 is the slow one from the middle of each run on. Figures: docs/benchmarks/unequal_islands.md.
+Two islands train with equal shares and with `--shares auto`, in another order in each round; the second one
+has one `slow`-th of its core. With --change the first is the slow one from the middle of each run on. With
+--plan there are four islands, and one core is measured by `shardtrain calibrate`: the plan's strategy is
+trained unchanged, beside ways made by hand. Islands compile at full speed; their quotas begin after
+`QUOTA_STEP` steps. This file is also the run. Figures: docs/benchmarks/unequal_islands.md.
 """
 
-import io
-import random
-import shutil
-import sys
-import threading
-import time
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import NamedTuple
 
 import tyro
-from paired import markdown
-from ranks import CpuQuota, bind, join_ranks, text_run
+from paired import markdown, take_turns
+from ranks import follow_quota, read_seconds, run_command, text_run, write_time
+
+from shardtrain import Hook, Run
+from shardtrain.islands.rank_environment import find_rank_environment
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 EQUAL, AUTO = "equal shares", "--shares auto"
 CHANGED = "rows of the islands from now on: "
 """Begins the text that a run prints when rows change."""
+
+QUOTAS = "UNEQUAL_QUOTAS"
+"""Environment variable of a run: the file for the times of its steps, and the quota of each island."""
+QUOTA_STEP, PLANNED_STEPS, MEASURED = 5, 25, 16
+CORES = (0.25, 0.25, 0.125, 0.0625)
+"""Part of a core of the islands of a plan: two fast ones and two slower ones."""
+NAMES = ("fast", "half", "quarter")
+
+Quota = tuple[float, int, int]
+"""Part of a core, and the steps after which it begins and ends."""
+
+
+def run() -> Run:
+    """Return the run; where it is measured, each rank then has its quota."""
+    hooks: tuple[Hook, ...] = ()
+    if QUOTAS in os.environ:
+        name, quotas = json.loads(os.environ[QUOTAS])
+        part, first, last = quotas[find_rank_environment(os.environ).rank]
+        if part < 1:
+            follow_quota(part, Path(name), first, last)
+        hooks = (Hook(on_step=lambda step: write_time(Path(name))),)
+    return text_run(128, 256, 4, batch=24, evaluate_batches=1, hooks=hooks)
+
+
+def train(folder: Path, quotas: Sequence[Quota], *words: object, cluster: Path | None = None) -> str:
+    """Train with these options; return what is printed."""
+    islands = ("--cluster", cluster) if cluster else ("--islands", len(quotas))
+    told = json.dumps([str(folder / "times"), quotas])
+    launch = ("launch", *islands, "--logs", folder / "logs", "--")
+    return run_command(*launch, "train", __file__, "--run-dir", folder / "run", *words, **{QUOTAS: told})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +69,28 @@ class Options:
     """What to measure.
 
     Args:
-      slow: the last island has this part of its core: 1 / slow; 1 slows nobody.
+      plan: what a plan chooses, instead of shares.
+      slow: the second island has this part of its core: 1 / slow; 1 slows nobody.
       change: slow the first island instead, from the middle of each run on.
       rounds: runs of each way.
       steps: of each run.
-      measured: the last steps of a run, whose seconds are taken; lines of metrics are for 10 steps each.
-      batch, seq, embed, num_layers: of the decoder that is trained.
-      seed: of parameters and data.
+      batch: rows of a batch; by default 32, or 12 of a plan.
     """
 
+    plan: bool = False
     slow: int = 2
     change: bool = False
     rounds: int = 3
     steps: int = 80
-    measured: int = 30
-    batch: int = 32
-    seq: int = 128
-    embed: int = 128
-    num_layers: int = 2
-    seed: int = 0
+    batch: int | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.batch or (12 if self.plan else 32)
 
 
 class Result(NamedTuple):
-    """One run.
+    """One run with shares.
 
     Args:
       step_seconds: of a step, the median of the last ones.
@@ -74,83 +107,22 @@ class Result(NamedTuple):
     loss: float
 
 
-def measure(options: Options, shares: Any, islands: Any) -> Result:
-    """Train once, under load, and return what it took; the same on all ranks.
-
-    Raises:
-      SystemExit: the run was stopped before its last step, so nothing was measured.
-    """
-    from rich.console import Console
-
-    from shardtrain import Hook, Strategy, train
-    from shardtrain.islands.options import Across
-
-    rank, last = islands.environment.rank, islands.environment.size - 1
-    folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
-    quota = CpuQuota(1 / options.slow)
-    begin = quota.begin if options.slow > 1 else lambda: None
-    if rank == last:
-        begin()
-    printed, times = io.StringIO(), list[float]()
-    run = text_run(
-        {"seq": options.seq, "embed": options.embed, "num_layers": options.num_layers},
-        folder,
-        strategy=Strategy(across=Across(shares=shares)),
-        batch=options.batch,
-        steps=options.steps,
-        seed=options.seed,
-        evaluate_batches=1,
-        hooks=(Hook(on_step=lambda step: times.append(time.monotonic())),),
-    )
-    done = threading.Event()
-    move = {0: begin, last: quota.end}.get(rank) if options.change else None
-    mover = threading.Thread(target=move_load, args=(run, move, done))
-    mover.start()
-    trained = train(run, Console(file=printed, width=200), islands)
-    done.set()
-    mover.join()
-    quota.end()
-    if trained.step < options.steps:
-        sys.exit(f"stopped after step {trained.step} of {options.steps}, so nothing was measured")
-    found = None
-    if islands.is_first:
-        found = read_result(options, shares, last + 1, folder, printed.getvalue(), times)
-        shutil.rmtree(folder)
-    return Result(*islands.broadcast("result", found))
-
-
-def move_load(run: Any, move: Callable[[], None] | None, done: threading.Event) -> None:
-    """Call a function when half of a run's steps are in its metrics."""
-    metrics = run.run_dir / "metrics.jsonl"
-    while move is not None and not done.wait(0.02):
-        lines = metrics.read_text().count("\n") if metrics.is_file() else 0
-        if lines * run.log_every >= run.steps // 2:
-            return move()
-    return None
-
-
-def read_result(
-    options: Options, shares: Any, num_islands: int, folder: Path, printed: str, times: list[float]
-) -> Result:
-    """Return the figures of a run from its folder, what it printed and when its steps ended."""
-    from shardtrain.report.sinks.json_lines import read_jsonl
-
-    lines = read_jsonl(folder / "metrics.jsonl")
-    end = options.steps - 5
-    begin = end - options.measured
+def measure_shares(options: Options, shares: str, root: Path) -> Result:
+    """Train once with shares, and return what it took."""
+    half, steps = options.steps // 2, options.steps
+    slow = (1 / options.slow, QUOTA_STEP, half if options.change else steps)
+    first = (1 / options.slow if options.change else 1.0, half, steps)
+    model = ("--model.embed", 128, "--model.num-layers", 2, "--steps", steps, "--batch", options.rows)
+    printed = train(folder := Path(mkdtemp(dir=root)), (first, slow), *model, "--shares", shares)
     changes = [line for line in printed.splitlines() if CHANGED in line]
-    weights = (1.0,) * num_islands if shares == "auto" else shares
-    rows = [round(options.batch * weight / sum(weights)) for weight in weights]
+    rows = [options.rows // 2] * 2
     if changes:
-        words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]
-        rows = [int(word) for word in words.split(", ")]
-    late = [line for line in lines if begin < line["step"] <= end]
+        rows = [int(n) for n in changes[-1].partition(CHANGED)[2].partition(";")[0].split(", ")]
+    lines = [line for line in read_jsonl(folder / "run" / "metrics.jsonl") if "train/loss" in line]
     # a line right after a change of the rows has none
-    names = sorted({name for line in late for name in line if name.startswith("own_seconds/")})
-    own = [median(line[name] for line in late if name in line) for name in names]
+    own = [median(line[n] for line in lines[-3:] if n in line) for n in ("own_seconds/0", "own_seconds/1")]
     return Result(
-        # a median: each process pauses once or twice in a run, for up to 1.5 s
-        step_seconds=median(b - a for a, b in pairwise(times[begin:end])),
+        step_seconds=read_seconds(folder / "times", MEASURED),
         speed=sum(n / x for n, x in zip(rows, own, strict=True)),
         rows=rows,
         changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
@@ -164,12 +136,7 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     The ideal is what the islands compute together in a second if none waits, in the run with equal shares.
     """
     rows = [
-        (
-            name,
-            f"{run.step_seconds:.4f}",
-            *(", ".join(map(str, x)) for x in (run.rows, run.changed)),
-            f"{run.loss:.5f}",
-        )
+        (name, f"{run.step_seconds:.4f}", *(", ".join(map(str, x)) for x in run[2:4]), f"{run.loss:.5f}")
         for name, runs in found.items()
         for run in runs
     ]
@@ -177,26 +144,113 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     pairs = list(zip(found[EQUAL], found[AUTO], strict=True))
     shown = {
         "equal shares / auto": [a.step_seconds / b.step_seconds for a, b in pairs],
-        "auto / ideal": [b.step_seconds * a.speed / options.batch for a, b in pairs],
+        "auto / ideal": [b.step_seconds * a.speed / options.rows for a, b in pairs],
     }
     for name, each in shown.items():
         text += f"\n{name}: {median(each):.2f} ({', '.join(f'{x:.2f}' for x in each)})"
     return text
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Islands by their numbers, and the strategy file that trains them; None as cluster: no cluster file."""
+
+    islands: tuple[int, ...]
+    strategy: str
+    cluster: Path | None = None
+
+
+def pipelines(partitions: int, stages: str, shares: str = "", microbatches: int = 4) -> str:
+    """Return the strategy of pipelines."""
+    given = f"partitions = {partitions}\n" + (f"shares = [{shares}]\n" if shares else "")
+    return (
+        f'accumulate = {microbatches}\n[across]\naxis = "pipeline"\n{given}[pipeline]\nstages = "{stages}"\n'
+    )
+
+
+def replicas(shares: str) -> str:
+    """Return the strategy of replicas."""
+    return f"[across]\nshares = [{shares}]\n"
+
+
+HAND_MADE = {
+    "a fast island": Way(islands=(0,), strategy=""),
+    "2 fast, equal rows": Way(islands=(0, 1), strategy=replicas("1, 1")),
+    "2 fast and half, rows 2:2:1": Way(islands=(0, 1, 2), strategy=replicas("2, 2, 1")),
+    "all, rows 4:4:2:1": Way(islands=(0, 1, 2, 3), strategy=replicas("4, 4, 2, 1")),
+    "all, equal rows": Way(islands=(0, 1, 2, 3), strategy=replicas("1, 1, 1, 1")),
+    "2 fast, a pipeline": Way(islands=(0, 1), strategy=pipelines(2, "2,2")),
+    "all, node distribution": Way(islands=(0, 1, 2, 3), strategy=pipelines(2, "2,2", "2, 1", 2)),
+    "all, equal distribution": Way(islands=(0, 2, 1, 3), strategy=pipelines(2, "3,1", "1, 1", 3)),
+}
+"""Name -> a way that somebody may write; shares and cuts are by the speeds 4, 4, 2, 1."""
+
+
+def describe_cluster(device: dict[str, float]) -> str:
+    """Return the cluster file of the islands, given the rates of a core."""
+    texts = ["link_gb_per_second = 0.5\n"]
+    for name, count, part in zip(NAMES, (2, 1, 1), CORES[1:], strict=True):
+        rates = {key: value * part for key, value in device.items() if key != "kernel_us"}
+        rates["kernel_us"] = device["kernel_us"] / part
+        inner = ", ".join(f"{key} = {value:.4g}" for key, value in rates.items())
+        texts.append(f'[[islands]]\nkind = "{name}"\ncount = {count}\ndevices = 1\ndevice = {{ {inner} }}\n')
+    return "\n".join(texts)
+
+
+def measure_core() -> dict[str, float]:
+    """Return the rates of one core, as `shardtrain calibrate` finds them."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    text = run_command("calibrate")
+    os.sched_setaffinity(0, cores)
+    lines = [line.split(" = ") for line in text.splitlines() if " = " in line]
+    names = ("teraflops", "memory_gb_per_second", "kernel_us")
+    return {name: float(value) for name, value in lines if name in names}
+
+
+def measure_way(way: Way, batch: int, root: Path) -> float:
+    """Train in a way and return the seconds of a step."""
+    folder = Path(mkdtemp(dir=root))
+    (strategy := folder / "strategy.toml").write_text(way.strategy)
+    quotas = [(CORES[island], QUOTA_STEP, PLANNED_STEPS) for island in way.islands]
+    words = ("--batch", batch, "--steps", PLANNED_STEPS, "--strategy", strategy)
+    train(folder, quotas, *words, cluster=way.cluster)
+    return read_seconds(folder / "times", MEASURED)
+
+
+def make_plan(batch: int, folder: Path) -> Way:
+    """Return what the plan chose; print its table and the predicted seconds of a step."""
+    (cluster := folder / "cluster.toml").write_text(describe_cluster(measure_core()))
+    strategy = folder / "planned.toml"
+    text = run_command("plan", __file__, "--batch", batch, "--cluster", cluster, "--output", strategy)
+    written, _, names = text.rpartition("cluster: ")[2].partition(", with islands in this order: ")
+    left = {"fast": [0, 1], "half": [2], "quarter": [3]}
+    islands = tuple(left[name].pop(0) for name in names.splitlines()[0].split(", "))
+    found = strategy.read_text()
+    lines = found.partition("[predicted]")[2].strip().splitlines()
+    predicted = sum(float(line.split(" = ")[1]) for line in lines if " = " in line)
+    print(text[text.index("which islands help") :].partition("\nstrategy:")[0])
+    print(f"predicted: {predicted:.4f} s a step", flush=True)
+    return Way(islands=islands, strategy=found, cluster=Path(written))
+
+
 def main(options: Options) -> None:
-    bind(one_core=True)
-    islands = join_ranks()
-    ways: dict[str, Any] = {EQUAL: (1.0,) * islands.environment.size, AUTO: "auto"}
-    found: dict[str, list[Result]] = {name: [] for name in ways}
-    # the first run of a process takes up to a tenth longer, so it is not counted
-    measure(options, ways[EQUAL], islands)
-    draw = random.Random(options.seed)
-    for _ in range(options.rounds):
-        for name in draw.sample(list(ways), len(ways)):
-            found[name].append(measure(options, ways[name], islands))
-    if islands.is_first:
-        print(table(options, found))
+    with TemporaryDirectory() as name:
+        root = Path(name)
+        if not options.plan:
+            ways = {EQUAL: "1,1", AUTO: "auto"}
+            calls = {way: partial(measure_shares, options, each, root) for way, each in ways.items()}
+            print(table(options, take_turns(calls, options.rounds, 0)))
+            return
+        chosen = {"the plan's choice": make_plan(options.rows, root), **HAND_MADE}
+        sides = {way: partial(measure_way, each, options.rows, root) for way, each in chosen.items()}
+        found = take_turns(sides, options.rounds, 0)
+    seconds = {way: median(times) for way, times in found.items()}
+    best = min(seconds[way] for way in HAND_MADE)
+    rows = [
+        (way, f"{each:.4f}", f"{each / best:.2f}") for way, each in sorted(seconds.items(), key=itemgetter(1))
+    ]
+    print(markdown(["way", "s a step", "over the best by hand"], rows))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,53 @@
 """Waves beside other ways to synchronise, on islands that are held up in turns: loss, seconds and staleness.
 
-mpiexec -n 2 python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
-mpiexec -n 2 python benchmarks/waves.py --slow 2 --chance 0   # as root
+python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
+python benchmarks/waves.py --slow 2 --chance 0   # as root
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
 seconds that the quickest way took is compared ("equal time"). Seconds count from a tenth of the steps on,
-where all islands wait for each other once: all have compiled by then. Figures: docs/benchmarks/waves.md.
+where all islands wait for each other once: all have compiled by then. This file is also the run.
+Figures: docs/benchmarks/waves.md.
 """
 
-import io
-import shutil
+import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import tyro
 from paired import markdown
-from ranks import RunQuota, bind, join_ranks, text_run
+from ranks import follow_quota, run_command, text_run, write_time
+
+from shardtrain import Hook, Optimizer, Recovery, Run, Schedule, Strategy
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.islands.options import Across
+from shardtrain.islands.rank_environment import find_rank_environment
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer.waves import read_wave_log, wave_file
+
+ISLANDS, EVERY = 2, 4
+"""Number of islands; steps of a wave, and of local SGD and DiLoCo between merges."""
+
+TOLD, TIMES = "WAVES_OPTIONS", "WAVES_TIMES"
+"""Environment variables of a run: the options, and the file for the times of its steps."""
+
+LOCAL = f"--local-steps {EVERY}"
+WAYS = {
+    "every-step": "",
+    **{f"waves, D = {d}": f"--synchronisation wsp --clock-distance {d} {LOCAL}" for d in (0, 4, 32)},
+    "local-sgd": f"--synchronisation local-sgd {LOCAL}",
+    "diloco": f"--synchronisation diloco --outer-rate 0.7 --outer-momentum 0.5 {LOCAL}",
+}
+"""Name of a way to synchronise islands -> its options; D: most clocks of an island before the slowest one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +56,15 @@ class Options:
 
     Args:
       steps: of each run.
-      every: steps of a wave, and of local SGD and DiLoCo between merges.
-      distances: most clocks that an island may be ahead of the slowest one, each a way.
       pause: seconds for which an island is held up.
       chance: of being held up before a step.
       slow: the last island has 1 / slow of the time (by a quota: root) and of the rows of another one.
-      batch, seq, embed, num_layers: of the decoder that is trained.
-      rate: learning rate, after 20 steps of warmup.
-      seed: of parameters, data and pauses.
     """
 
     steps: int = 240
-    every: int = 4
-    distances: tuple[int, ...] = (0, 4, 32)
     pause: float = 0.3
     chance: float = 0.05
     slow: int = 1
-    batch: int = 16
-    seq: int = 64
-    embed: int = 64
-    num_layers: int = 2
-    rate: float = 2e-3
-    seed: int = 0
 
     @property
     def first_step(self) -> int:
@@ -80,20 +92,6 @@ class Result(NamedTuple):
     curve: list[tuple[float, float]]
 
 
-def list_ways(options: Options) -> dict[str, Any]:
-    """Return name -> a way to synchronise islands."""
-    from shardtrain.combine.synchronisation import Outer, Synchronisation
-
-    local = Synchronisation(on="deltas", every=options.every)
-    outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
-    return {
-        "every-step": Synchronisation(),
-        **{f"waves, D = {each}": replace(local, distance=each) for each in options.distances},
-        "local-sgd": local,
-        "diloco": replace(local, outer=outer),
-    }
-
-
 def read_curve(lines: list[dict[str, float]], first_step: int, window: int = 20) -> list[tuple[float, float]]:
     """Return (seconds since a step, mean training loss of the last `window` steps), line by line.
 
@@ -110,35 +108,39 @@ def read_curve(lines: list[dict[str, float]], first_step: int, window: int = 20)
     ]
 
 
-def make_run(
-    options: Options, way: Any, num_islands: int, folder: Path, pauses: Any, quota: RunQuota | None
-) -> Any:
+def run() -> Run:
     """Return the run, whose loss pauses by the options."""
-    import jax
-
-    from shardtrain import Hook, Optimizer, Recovery, Schedule, Strategy
-    from shardtrain.functional.loss import next_token_loss
-    from shardtrain.islands.options import Across
+    options = Options(**json.loads(os.environ[TOLD]))
+    island, times = find_rank_environment(os.environ).rank, Path(os.environ[TIMES])
+    pauses = Pauses(options, island, wait_for_all)
 
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
         return next_token_loss(apply, batch)
 
-    # the slow island, the last one, has rows by its speed
-    across = Across(shares=(float(options.slow),) * (num_islands - 1) + (1.0,))
+    if options.slow > 1 and island == ISLANDS - 1:
+        follow_quota(1 / options.slow, times, options.first_step // 2, options.steps)
     return text_run(
-        {"seq": options.seq, "embed": options.embed, "num_layers": options.num_layers},
-        folder,
+        64,
+        64,
+        2,
         loss=loss,
-        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=options.rate, warmup=20)),
-        strategy=Strategy(synchronisation=way, across=across),
-        hooks=(Hook(on_step=quota.on_step),) if quota else (),
-        batch=options.batch,
+        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=2e-3, warmup=20)),
+        # the slow island, the last one, has rows by its speed
+        strategy=Strategy(across=Across(shares=(float(options.slow),) * (ISLANDS - 1) + (1.0,))),
+        hooks=(Hook(on_step=lambda step: write_time(times)),),
+        batch=16,
         steps=options.steps,
-        seed=options.seed,
         log_every=1,
         recovery=Recovery(fingerprint_every=None),  # islands would wait for each other for them
     )
+
+
+def wait_for_all() -> None:
+    """Wait until all islands are here."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
 
 
 class Pauses:
@@ -151,9 +153,7 @@ class Pauses:
     """
 
     def __init__(self, options: Options, island: int, wait: Callable[[], None]) -> None:
-        import numpy as np
-
-        draws = np.random.default_rng([options.seed, island]).random(2 * options.steps)
+        draws = np.random.default_rng([0, island]).random(2 * options.steps)
         self._held_up, self._seconds = draws < options.chance, options.pause
         self._step, self._first, self._wait = 0, options.first_step, wait
 
@@ -165,60 +165,39 @@ class Pauses:
             time.sleep(self._seconds)
 
 
-def find_staleness(folder: Path, num_islands: int, every: int) -> int | None:
-    """Return the most steps of another island that were missing in a step, on any island, by the events.
-
-    Args:
-      folder: of the run.
-      num_islands: number of islands.
-      every: steps of a wave.
-    """
-    from shardtrain.trainer.waves import read_wave_log, wave_file
-
+def find_staleness(folder: Path) -> int | None:
+    """Return the most steps of another island that were missing in a step, by the events of a run."""
     if not wave_file(folder, 0).is_file():
         return None
     most = 0
-    for shard in range(num_islands):
-        clocks = [0] * num_islands
-        for event in read_wave_log(folder, shard, num_islands):
+    for shard in range(ISLANDS):
+        clocks = [0] * ISLANDS
+        for event in read_wave_log(folder, shard, ISLANDS):
             if event.kind == "push":
                 clocks[event.island] += 1
             else:
                 most = max(most, clocks[event.island] - min(clocks))
-    return most * every + every - 1
+    return most * EVERY + EVERY - 1
 
 
-def measure(name: str, way: Any, options: Options, islands: Any) -> Result:
-    """Train once; the same result on all ranks."""
-    from rich.console import Console
-
-    from shardtrain import train
-    from shardtrain.report.sinks.json_lines import read_jsonl
-
-    folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
-    num_islands, island = islands.placement.num_islands, islands.placement.island
-    pauses = Pauses(options, island, islands.comm.Barrier)
-    part = 1 / options.slow if island == num_islands - 1 else 1.0
-    # rank 0 tells when to all if any has a quota
-    quota = RunQuota(part, folder, options.first_step // 2, options.steps) if options.slow > 1 else None
-    train(make_run(options, way, num_islands, folder, pauses, quota), Console(file=io.StringIO()), islands)
-    islands.all_gather_islands("trained", None)
-    found = None
-    if islands.is_first:
+def measure(name: str, options: Options) -> Result:
+    """Train once."""
+    with TemporaryDirectory() as root:
+        told = {TOLD: json.dumps(asdict(options)), TIMES: f"{root}/times"}
+        launch = ("launch", "--islands", ISLANDS, "--logs", f"{root}/logs", "--")
+        run_command(*launch, "train", __file__, "--run-dir", f"{root}/run", *WAYS[name].split(), **told)
+        folder, first = Path(root, "run"), options.first_step
         lines = read_jsonl(folder / "metrics.jsonl")
-        first = options.first_step
         points = read_curve(lines, first)
         seconds, _ = points[-1]
-        found = Result(
+        return Result(
             name=name,
             heldout=lines[-1]["heldout/loss"],
             step_seconds=seconds / (options.steps - first),
             waiting=sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds,
-            staleness=find_staleness(folder, num_islands, options.every),
+            staleness=find_staleness(folder),
             curve=points,
         )
-        shutil.rmtree(folder)
-    return Result(*islands.broadcast("result", found))
 
 
 def table(results: list[Result]) -> str:
@@ -249,15 +228,11 @@ def table(results: list[Result]) -> str:
 
 
 def main(options: Options) -> None:
-    bind()
-    islands = join_ranks()
     results = []
-    for name, way in list_ways(options).items():
-        results.append(measure(name, way, options, islands))
-        if islands.is_first:
-            print(name, results[-1].step_seconds, file=sys.stderr, flush=True)
-    if islands.is_first:
-        print(table(results))
+    for name in WAYS:
+        results.append(measure(name, options))
+        print(name, results[-1].step_seconds, file=sys.stderr, flush=True)
+    print(table(results))
 
 
 if __name__ == "__main__":

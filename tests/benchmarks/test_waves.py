@@ -12,7 +12,7 @@ def benchmark_of_waves(script):
 
 
 def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark_of_waves, tmp_path):
-    assert benchmark_of_waves.find_staleness(tmp_path, 2, 4) is None
+    assert benchmark_of_waves.find_staleness(tmp_path) is None
     for shard in range(2):
         log = WaveLog(tmp_path, shard, print)
         log.begin(0)
@@ -22,7 +22,7 @@ def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark
         log.write(Event("pull", 1, 8))
         log.write(Event("push", 1, 12))
         log.close()
-    assert benchmark_of_waves.find_staleness(tmp_path, 2, 4) == 4 + 3
+    assert benchmark_of_waves.find_staleness(tmp_path) == 4 + 3
 
 
 def test_an_island_pauses_in_the_steps_that_its_seed_says_and_waits_once(benchmark_of_waves, monkeypatch):
