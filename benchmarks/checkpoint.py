@@ -1,18 +1,16 @@
 """What checkpoints cost: the stall of a save in steps, and time and peak memory of a restore.
 
 Beside both stands plain Orbax used by hand (`StandardCheckpointer`), in turn. Each restore is a process of
-its own, which this file is too. Figures: docs/benchmarks/checkpoint.md.
+its own. Figures: docs/benchmarks/checkpoint.md.
 """
 
-import json
-import os
-import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -36,7 +34,9 @@ from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.models.decoder import DecoderConfig
 
 NOTHING, TOOLKIT, FAST, ORBAX = "nothing", "toolkit", "toolkit, fast tier", "Orbax by hand"
-BY_HAND = "by_hand"
+BY_HAND, VOCAB = "by_hand", 8192
+MEMORY = Path("/dev/shm")
+"""A folder in memory, for the fast tier."""
 CASES = {  # devices that saved, devices that restore, a third
     "1 device": (1, 1, False),
     "1 device -> fsdp 8": (1, 8, False),
@@ -50,26 +50,22 @@ class Options:
     """What to measure.
 
     Args:
-      part: stall or restore, or both.
+      part: stall or restore.
       embed: features of the model.
       num_layers: blocks; restores want a number that 3 divides.
-      vocab: tokens.
       rows: rows of a step's batch.
       seq: tokens of a row.
       steps: steps of a block, from the save on.
       rounds: how often each side is run, at least 2.
-      fast: a folder in memory, for the fast tier.
     """
 
-    part: Literal["stall", "restore", "both"] = "both"
+    part: Literal["stall", "restore"]
     embed: int = 512
     num_layers: int = 6
-    vocab: int = 8192
     rows: int = 4
     seq: int = 128
     steps: int = 8
     rounds: int = 5
-    fast: Path = Path("/dev/shm")
 
 
 class Steps(NamedTuple):
@@ -86,15 +82,10 @@ class Training:
 
     def __init__(self, options: Options) -> None:
         self.num_steps = options.steps
-        config = DecoderConfig(
-            vocab=options.vocab,
-            seq=options.seq,
-            embed=options.embed,
-            num_layers=options.num_layers,
-            num_heads=max(1, options.embed // 64),
-        )
+        embed, layers, heads = options.embed, options.num_layers, max(1, options.embed // 64)
+        config = DecoderConfig(vocab=VOCAB, seq=options.seq, embed=embed, num_layers=layers, num_heads=heads)
         self.step = Stepper(config, optimizer=optax.adam(1e-4))
-        self.batch = self.step.place(random_tokens(config.vocab, options.rows, options.seq))
+        self.batch = self.step.place(random_tokens(VOCAB, options.rows, options.seq))
 
     def run_block(self, save: Callable[[Any], Any]) -> Steps:
         """Run some steps, the first with the save before it."""
@@ -107,11 +98,14 @@ class Training:
         each = median(np.diff(ticks).tolist())
         return Steps(ticks[-1] - begun, each, ticks[0] - begun, time.process_time() - cpu_start)
 
-    def run_saving(self, side: str, folder: Path, fast: Path) -> Steps:
+    def run_saving(self, side: str, folder: Path) -> Steps:
         """Run a block with a save by one side, and delete what was saved."""
         if side == NOTHING:
             return self.run_block(lambda state: None)
-        with tempfile.TemporaryDirectory(dir=folder) as disk, tempfile.TemporaryDirectory(dir=fast) as memory:
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as disk,
+            tempfile.TemporaryDirectory(dir=MEMORY) as memory,
+        ):
             if side == ORBAX:
                 with ocp.StandardCheckpointer() as checkpointer:
                     return self.run_block(lambda state: checkpointer.save(Path(disk, "run"), state))
@@ -123,10 +117,8 @@ class Training:
 def measure_stalls(options: Options, folder: Path) -> list[tuple[str, ...]]:
     """Return for each side what a save adds (time, call, processor), in steps of the block without a save."""
     training = Training(options)
-    calls = {
-        side: lambda side=side: training.run_saving(side, folder, options.fast)
-        for side in (NOTHING, TOOLKIT, FAST, ORBAX)
-    }
+    sides = NOTHING, TOOLKIT, FAST, ORBAX
+    calls = {side: partial(training.run_saving, side, folder) for side in sides}
     take_turns(calls, 1, 0)
     found = take_turns(calls, options.rounds, 0)
     rows: list[tuple[str, ...]] = []
@@ -143,22 +135,14 @@ def measure_stalls(options: Options, folder: Path) -> list[tuple[str, ...]]:
 def measure_restores(options: Options, folder: Path) -> list[tuple[str, ...]]:
     """Return a row for every case in every way, in turn."""
     rows: list[tuple[str, ...]] = []
-    for case, (saved, devices, third) in CASES.items():
-        told = {
-            "folder": str(folder / f"saved by {saved}"),
-            "embed": options.embed,
-            "layers": options.num_layers,
-            "vocab": options.vocab,
-            "third": third,
-        }
-        if not Path(told["folder"]).exists():
-            run_child({**told, "how": "save", "devices": saved})
+    for case, (devices_saved, devices, third) in CASES.items():
+        saved = folder / f"by {devices_saved}"
+        if not saved.exists():
+            run_child(devices_saved, save, saved, options.embed, options.num_layers)
         ways = ["toolkit", "verified", *([] if third else ["orbax"])]
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        for _ in range(options.rounds):
-            for way in random.Random(len(rows)).sample(ways, len(ways)):
-                found[way].append(json.loads(run_child({**told, "how": way, "devices": devices})))
-        base = found[ways[-1] if len(ways) == 3 else "toolkit"]
+        calls = {way: partial(run_child, devices, restore, saved, third, way) for way in ways}
+        found = take_turns(calls, options.rounds, len(rows))
+        base = found["toolkit" if third else "orbax"]
         for way, runs in found.items():
             ratio = spread([a["seconds"] / b["seconds"] for a, b in zip(runs, base, strict=True)])
             seconds, read = (median(run[name] for run in runs) for name in ("seconds", "read"))
@@ -168,43 +152,33 @@ def measure_restores(options: Options, folder: Path) -> list[tuple[str, ...]]:
     return rows
 
 
-def run_child(told: dict[str, Any]) -> str:
-    """Save or restore in a process of its own with so many devices; return what it prints."""
-    flags = f"--xla_force_host_platform_device_count={told['devices']}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, __file__, "child", json.dumps(told)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{told} ended with {done.returncode}:\n{done.stderr}")
-    return done.stdout
+def run_child(num_devices: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own with so many devices."""
+    start = partial(jax.config.update, "jax_num_cpu_devices", num_devices)
+    with ProcessPoolExecutor(1, get_context("spawn"), start) as pool:
+        return pool.submit(function, *arguments).result()
 
 
-def list_shapes(told: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters and of Adam's two moments, blocks stacked."""
-    embed, layers = told["embed"], told["layers"]
-    one = {
-        "embedding/table": (told["vocab"], embed),
-        "blocks/attention/qkv": (layers, embed, 3 * embed),
-        "blocks/attention/out": (layers, embed, embed),
-        "blocks/mlp/up": (layers, embed, 4 * embed),
-        "blocks/mlp/down": (layers, 4 * embed, embed),
-        "blocks/norm/scale": (layers, embed),
+def shard_all() -> NamedSharding:
+    """Return a sharding of the second dim over all devices, as fsdp has it."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec(None, "fsdp"))
+
+
+def save(folder: Path, embed: int, num_layers: int) -> None:
+    """Save random arrays in the shapes of a decoder, with Adam's two moments, by the toolkit and by hand."""
+    generator, where = np.random.default_rng(0), shard_all()
+    shapes = {
+        "embedding/table": (VOCAB, embed),
+        "blocks/attention/qkv": (num_layers, embed, 3 * embed),
+        "blocks/attention/out": (num_layers, embed, embed),
+        "blocks/mlp/up": (num_layers, embed, 4 * embed),
+        "blocks/mlp/down": (num_layers, 4 * embed, embed),
+        "blocks/norm/scale": (num_layers, embed),
     }
-    return {f"{tree}/{path}": shape for tree in ("params", "mu", "nu") for path, shape in one.items()}
-
-
-def shard(num_devices: int) -> NamedSharding:
-    """Return a sharding over the second dim, as fsdp has it."""
-    return NamedSharding(Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",)), PartitionSpec(None, "fsdp"))
-
-
-def save(told: dict[str, Any]) -> None:
-    """Save random arrays by the toolkit and by hand."""
-    folder, where = Path(told["folder"]), shard(told["devices"])
-    generator = np.random.default_rng(0)
     state = {
-        path: jax.device_put(generator.standard_normal(shape, np.float32), where)
-        for path, shape in list_shapes(told).items()
+        f"{tree}/{path}": jax.device_put(generator.standard_normal(shape, np.float32), where)
+        for tree in ("params", "mu", "nu")
+        for path, shape in shapes.items()
     }
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, state, {})
@@ -212,30 +186,31 @@ def save(told: dict[str, Any]) -> None:
         checkpointer.save(folder / BY_HAND, state)
 
 
-def restore(told: dict[str, Any]) -> dict[str, float]:
-    """Return seconds, the peak of memory and the bytes read, both over the arrays' bytes."""
-    folder, where = Path(told["folder"]), shard(told["devices"])
-    layers, wanted, origins = told["layers"], {}, {}
-    for path, shape in list_shapes(told).items():
-        if told["third"] and "/blocks/" not in path:
+def restore(folder: Path, third: bool, way: str) -> dict[str, float]:
+    """Restore to all devices; return seconds, and the peak of memory and the bytes read over the bytes."""
+    where, wanted, origins = shard_all(), {}, {}
+    for path, leaf in visible_readers(folder)[-1].leaves.items():
+        shape = leaf.shape
+        if third and "/blocks/" not in path:
             continue
-        if told["third"]:
+        if third:
+            layers, *rest = shape
             rows = tuple(range(layers // 3))
-            shape, origins[path] = (len(rows), *shape[1:]), ArrayOrigin(rows=rows, num_rows=layers)
+            shape, origins[path] = (len(rows), *rest), ArrayOrigin(rows=rows, num_rows=layers)
         wanted[path] = jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
     num_bytes = sum(4 * int(np.prod(like.shape)) for like in wanted.values())
     jax.block_until_ready(jax.device_put(np.zeros((8, 8)), where))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     resident, _, read = read_process()
     start = time.perf_counter()
-    if told["how"] == "orbax":
+    if way == "orbax":
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore(folder / BY_HAND, wanted)
     else:
         reader = visible_readers(folder)[-1]
-        if told["how"] == "verified":
+        if way == "verified":
             assert not reader.problems()
-        allow = Allow(unused=("*",)) if told["third"] else Allow()
+        allow = Allow(unused=("*",)) if third else Allow()
         arrays = restore_arrays(reader, wanted, origins, allow)
     jax.block_until_ready(arrays)
     seconds = time.perf_counter() - start
@@ -255,18 +230,22 @@ def read_process() -> tuple[int, int, int]:
 
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
-        if options.part != "restore":
+        if options.part == "stall":
             header = ["save", "stall, steps", "first quartile", "third", "the call", "processor time"]
-            print(markdown(header, measure_stalls(options, Path(name))), flush=True)
-        if options.part != "stall":
-            header = ["restore", "way", "MB", "seconds", "over Orbax or toolkit"]
-            header += ["peak / bytes", "read / bytes"]
-            print(markdown(header, measure_restores(options, Path(name))))
+            rows = measure_stalls(options, Path(name))
+        else:
+            header = [
+                "restore",
+                "way",
+                "MB",
+                "seconds",
+                "over Orbax or toolkit",
+                "peak / bytes",
+                "read / bytes",
+            ]
+            rows = measure_restores(options, Path(name))
+    print(markdown(header, rows))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        told = json.loads(sys.argv[2])
-        print(json.dumps((save if told["how"] == "save" else restore)(told)))
-    else:
-        main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))
