@@ -1,28 +1,31 @@
 """Time attentions of one device beside each other, forward and backward, and print their temporary bytes.
 
-    python benchmarks/attention.py --seqs 128,512,2048 --rounds 9
+    python benchmarks/attention.py --seqs 128 512 2048 --rounds 9
 
 Next: `models/attention/__init__.py`, whose choice "auto" these figures set.
 """
 
-import argparse
 import time
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tyro
 from paired import markdown, spread, take_turns
 
 from shardtrain.models.attention import attend_whole
 from shardtrain.system.xla_flags import step_options
 
 NAMES = ("xla", "blockwise")
+TOKENS, HEADS, HEAD_DIM = 8192, 4, 32
+"""Tokens of all rows, at least one row; heads, and features of each."""
 
 
-def compile_gradient(name: str, rows: int, seq: int, heads: int, head_dim: int, packed: bool) -> Any:
+def compile_gradient(name: str, seq: int, packed: bool) -> Any:
     """Return the compiled gradient of an attention, and its arguments; packed rows have four segments."""
-    shapes = [jax.random.normal(jax.random.key(i), (rows, seq, heads, head_dim)) for i in range(3)]
+    rows = max(TOKENS // seq, 1)
+    shapes = [jax.random.normal(jax.random.key(i), (rows, seq, HEADS, HEAD_DIM)) for i in range(3)]
     segments = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32) * 4 // seq, (rows, seq)) if packed else None
 
     def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
@@ -39,23 +42,15 @@ def time_call(compiled: Any, arguments: Any) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Print a row for each length, without and with segments."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seqs", default="128,256,384,512,1024,2048,4096,8192")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of all rows, at least one row")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+def main(seqs: tuple[int, ...] = (128, 256, 384, 512, 1024, 2048, 4096, 8192), rounds: int = 9) -> None:
+    """Print a row for each number of positions, without and with segments."""
     lines = []
-    for seq in map(int, options.seqs.split(",")):
+    for seq in seqs:
         for packed in (False, True):
-            shape = max(options.tokens // seq, 1), seq, options.heads, options.head_dim, packed
-            sides = {name: compile_gradient(name, *shape) for name in NAMES}
+            sides = {name: compile_gradient(name, seq, packed) for name in NAMES}
             calls = {name: partial(time_call, *side) for name, side in sides.items()}
             take_turns(calls, 1, 0)
-            found = take_turns(calls, options.rounds, seq)
+            found = take_turns(calls, rounds, seq)
             ratios = spread([a / b for a, b in zip(found["blockwise"], found["xla"], strict=True)])
             sizes = [sides[name][0].memory_analysis().temp_size_in_bytes / 2**20 for name in NAMES]
             seconds = spread(found["xla"]).median
@@ -65,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

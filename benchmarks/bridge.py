@@ -41,11 +41,14 @@ Side = Callable[[], Any]
 
 NUM_BYTES = (4 << 10, 1 << 20, 16 << 20, 64 << 20)
 """What is summed."""
-COMBINERS = ("mean", "adasum")
+COMBINERS, LEAVES = ("mean", "adasum"), 48
+"""Combiners, and leaves of what they combine: pairs of a square kernel and a vector."""
 NUM_PROGRAMS = (1, 2, 4)
 """Programs of the gradients."""
 BUCKET_BYTES = (256 << 10, 1 << 20, 4 << 20, CAP_BYTES)
 """Sizes of buckets; the last is the default."""
+NUM_LAYERS, SEQ = 4, 64
+"""Of the decoder that steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,27 +59,19 @@ class Options:
       part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone;
         "overlap": gradients in several programs beside one; "buckets": sizes of buckets;
         "combiners": combiners beside the first.
-      leaves: of the gradients that are combined, pairs of a square kernel and a vector.
       rounds: calls of each side.
-      quiet: rounds in which other programs took more than this share of the processors are run again.
-      embed, num_layers, seq: of the decoder that steps; kernels that are combined have 2 embed^2 elements.
+      embed: of the decoder that steps; kernels that are combined have 2 embed^2 elements.
       rows: of each island.
       steps: in one call.
       core: part of a core of each rank, by a quota (root); 1 sets none.
-      seed: of parameters, data and orders.
     """
 
     part: Literal["all_reduce", "step", "overlap", "buckets", "combiners"] = "all_reduce"
-    leaves: int = 48
     rounds: int = 40
-    quiet: float = 1.0
     embed: int = 128
-    num_layers: int = 4
-    seq: int = 64
     rows: int = 8
     steps: int = 5
     core: float = 1.0
-    seed: int = 0
 
 
 def time_call(comm: MPI.Comm, side: Side) -> float:
@@ -85,11 +80,6 @@ def time_call(comm: MPI.Comm, side: Side) -> float:
     start = time.perf_counter()
     side()
     return comm.allreduce(time.perf_counter() - start, MPI.MAX)
-
-
-def all_reduced(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
-    """Sum every array over ranks in the program of a bucket device, as a step does for a mean."""
-    return add_up(arrays, group)
 
 
 def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
@@ -101,7 +91,7 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
     compiled = jax.jit(group.all_reduce)
 
     def bridge() -> jax.Array:
-        return jax.block_until_ready(transfer.map(all_reduced, [array])[0])
+        return jax.block_until_ready(transfer.map(add_up, [array])[0])
 
     np.testing.assert_array_equal(np.asarray(bridge()), np.float32(comm.size * (comm.size + 1) / 2))
     return {
@@ -113,8 +103,8 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
 
 def combiner_sides(options: Options, comm: MPI.Comm, group: MpiGroup) -> dict[str, Side]:
     """Return the combination of the same random gradients by each combiner; ranks share half of theirs."""
-    shapes = [(options.embed, 2 * options.embed), (options.embed,)] * (options.leaves // 2)
-    common = jax.random.key(options.seed)
+    shapes = [(options.embed, 2 * options.embed), (options.embed,)] * (LEAVES // 2)
+    common = jax.random.key(0)
     own = jax.random.fold_in(common, comm.rank + 1)
 
     @jax.jit
@@ -155,11 +145,9 @@ class IslandSteps:
         **exchange: Any,
     ) -> None:
         self._wait, self._num_steps = wait, options.steps
-        config = DecoderConfig(
-            vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
-        )
-        self._step = step = Stepper(config, seed=options.seed)
-        self._batch = step.place(random_tokens(256, options.rows, options.seq, [options.seed, rank]))
+        config = DecoderConfig(vocab=256, seq=SEQ, embed=options.embed, num_layers=NUM_LAYERS, num_heads=4)
+        self._step = step = Stepper(config)
+        self._batch = step.place(random_tokens(256, options.rows, SEQ, rank))
         if transfer is not None:
             training = Training(step.model, next_token_loss, step.optimizer)
             channel = Channel(transfer, **exchange)
@@ -213,18 +201,18 @@ def measure(options: Options) -> list[list[str]]:
 
     def time_sides(sides: Mapping[str, Side]) -> dict[str, list[float]]:
         calls = {name: partial(time_call, comm, side) for name, side in sides.items()}
-        take_turns(calls, 2, options.seed, comm=comm)
+        take_turns(calls, 2, 0)
         quota = CpuQuota(options.core)
         if options.core < 1:
             quota.begin()
-        found = take_turns(calls, options.rounds, options.seed, options.quiet, comm)
+        found = take_turns(calls, options.rounds, 0)
         quota.end()
         return found
 
     if options.part == "combiners":
-        return format_calls(time_sides(combiner_sides(options, comm, group)), f"{options.leaves} leaves")
+        return format_calls(time_sides(combiner_sides(options, comm, group)), f"{LEAVES} leaves")
     if options.part != "all_reduce":
-        what = f"{options.rows} x {options.seq} tokens"
+        what = f"{options.rows} x {SEQ} tokens"
         return format_calls(time_sides(step_sides(options, comm)), what, options.steps)
     transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []

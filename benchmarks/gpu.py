@@ -91,7 +91,7 @@ def started(name: str) -> tuple[str, ...]:
     """Start the training of a model twice up to its first step; return the figures."""
     os.environ["GPU_MODEL"] = name
     with tempfile.TemporaryDirectory() as folder:
-        starts = [startup.start((__file__,), Path(folder), str(i)) for i in range(2)]
+        starts = [startup.start(__file__, Path(folder), str(i)) for i in range(2)]
     (peak,) = [line for line in starts[0][1].splitlines() if line.startswith("peak memory")]
     return name, *(f"{seconds:.1f}" for seconds, _ in starts), peak.rpartition(": ")[2]
 

@@ -57,7 +57,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def take_turns(
-    calls: Mapping[str, Callable[[], T]], num_rounds: int, seed: int, quiet: float = 1.0, comm: Any = None
+    calls: Mapping[str, Callable[[], T]], num_rounds: int, seed: int, quiet: float = 1.0
 ) -> dict[str, list[T]]:
     """Call every side once a round, each round in another order.
 
@@ -67,7 +67,6 @@ def take_turns(
       seed: of the orders.
       quiet: rounds in which other programs took more than this share of all processors are run again.
         It asks Linux; 1 takes all.
-      comm: of all ranks, which are on one host and call together; None: one process.
 
     Returns:
       Name -> results, one a round.
@@ -75,24 +74,22 @@ def take_turns(
     order, generator = list(calls), random.Random(seed)
     found: dict[str, list[T]] = {name: [] for name in calls}
     while len(found[order[0]]) < num_rounds:
-        while quiet < 1 and share_of_others(partial(time.sleep, 1), comm)[1] > quiet:
+        while quiet < 1 and share_of_others(partial(time.sleep, 1))[1] > quiet:
             pass
         generator.shuffle(order)
-        results, share = share_of_others(lambda: [calls[name]() for name in order], comm)
+        results, share = share_of_others(lambda: [calls[name]() for name in order])
         if quiet >= 1 or share <= quiet:
             for name, result in zip(order, results, strict=True):
                 found[name].append(result)
     return found
 
 
-def share_of_others(work: Callable[[], T], comm: Any = None) -> tuple[T, float]:
+def share_of_others(work: Callable[[], T]) -> tuple[T, float]:
     """Return what some work returns, and the share of all processors that other programs took meanwhile."""
     before, own, began = busy_seconds(), time.process_time(), time.perf_counter()
     result = work()
-    own = time.process_time() - own
-    others = busy_seconds() - before - (own if comm is None else comm.allreduce(own))
-    share = others / ((time.perf_counter() - began) * (os.cpu_count() or 1))
-    return result, share if comm is None else comm.bcast(share, 0)
+    others = busy_seconds() - before - (time.process_time() - own)
+    return result, others / ((time.perf_counter() - began) * (os.cpu_count() or 1))
 
 
 def busy_seconds() -> float:

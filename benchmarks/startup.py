@@ -10,52 +10,29 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import tyro
 
-FEW_STEPS = ("--steps", "6", "--log-every", "1", "--evaluate-every", "None", "--sinks", "jsonl")
+FEW_STEPS = "--steps 6 --log-every 1 --evaluate-every None --sinks jsonl"
 """A line is written a few steps late, and that of the last step after the evaluation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      starts: number of warm starts, of which the median is shown.
-      words: the command line after `train`.
-    """
-
-    starts: int = 5
-    words: tuple[str, ...] = ("examples/gpt_text.py",)
-
-
-def start(words: Sequence[str], folder: Path, name: str) -> tuple[float, str]:
+def start(run: str | Path, folder: Path, name: str) -> tuple[float, str]:
     """Train a few steps in a process of its own.
 
     Args:
-      words: the command line after `train`.
+      run: the run file.
       folder: of all starts, with the programs that they compile.
       name: of this start.
 
     Returns:
       Seconds until the loss of the first step is written, and what the run printed.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "train",
-        *words,
-        *FEW_STEPS,
-        "--run-dir",
-        str(folder / name),
-    ]
+    words = ("train", run, *FEW_STEPS.split(), "--run-dir", folder / name)
+    command = [sys.executable, "-m", "shardtrain", *map(str, words)]
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     metrics, began = folder / name / "metrics.jsonl", time.monotonic()
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -68,11 +45,12 @@ def start(words: Sequence[str], folder: Path, name: str) -> tuple[float, str]:
     return seconds, printed
 
 
-def main(options: Options) -> None:
+def main(starts: int = 5) -> None:
+    """Print the seconds of a cold start, and the median of some warm ones."""
     with TemporaryDirectory() as folder:
-        cold, *warm = [start(options.words, Path(folder), str(i))[0] for i in range(1 + options.starts)]
+        cold, *warm = [start("examples/gpt_text.py", Path(folder), str(i))[0] for i in range(1 + starts)]
     print(f"start to the end of the first step: cold {cold:.2f} s, warm {median(warm):.2f} s")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -29,7 +29,7 @@ def test_a_round_waits_for_a_quiet_machine_and_is_run_again_if_it_was_disturbed(
     calls = []
     shares = iter([0.5, 0.0, 0.3, 0.0, 0.1])  # waits, may begin, disturbed; may begin, kept
 
-    def share_of_others(work, comm):
+    def share_of_others(work):
         result = work() if "sleep" not in str(work) else None
         return result, next(shares)
 

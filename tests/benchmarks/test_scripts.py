@@ -12,20 +12,25 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-TINY = "--embed 16 --num-layers 2 --seq 8"
 COMMANDS = {
     "overhead.py --model tiny --steps 4 --rounds 2 --compare 3": (1, "| whole loop |"),
     "bridge.py --rounds 2": (2, "| 4 KB | bridge |"),
-    f"bridge.py --part step --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| bridge, gradients in bfloat16 |"),
-    f"bridge.py --part overlap --rows 2 --steps 2 --rounds 2 {TINY}": (2, "programs: 2 |"),
-    f"bridge.py --part buckets --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| buckets of 256 KB |"),
-    "bridge.py --part combiners --embed 16 --leaves 4 --rounds 2": (2, "| 4 leaves | adasum |"),
-    f"checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 {TINY}": (1, "| toolkit, fast tier |"),
+    "bridge.py --part step --rows 2 --steps 2 --rounds 2 --embed 16": (
+        2,
+        "| bridge, gradients in bfloat16 |",
+    ),
+    "bridge.py --part overlap --rows 2 --steps 2 --rounds 2 --embed 16": (2, "programs: 2 |"),
+    "bridge.py --part buckets --rows 2 --steps 2 --rounds 2 --embed 16": (2, "| buckets of 256 KB |"),
+    "bridge.py --part combiners --embed 16 --rounds 2": (2, "| 48 leaves | adasum |"),
+    "checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 --embed 16 --num-layers 2 --seq 8": (
+        1,
+        "| toolkit, fast tier |",
+    ),
     "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
     "waves.py --steps 20 --pause 0.01": (1, "| waves, D = 4 |"),
     "unequal_islands.py --slow 1 --steps 30 --rounds 1 --batch 4": (1, "auto / ideal"),
     "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
-    "attention.py --seqs 8 --tokens 16 --heads 2 --rounds 2": (1, "| 8 | 4 segments |"),
+    "attention.py --seqs 8 --rounds 2": (1, "| 8 | 4 segments |"),
     "startup.py --starts 1": (1, "of the first step: cold"),
     "house.py": (1, "options of train"),
 }
