@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import tyro
-from paired import markdown, ratios, rounds, take_turns
+from paired import markdown, ratios, take_turns, time_rounds
 from PIL import Image
 from stepper import Stepper
 
@@ -50,22 +50,16 @@ class Options:
     """What to measure.
 
     Args:
-      parts: by default all.
       size: small, or tiny (for tests).
       steps: steps of a block.
       rounds: blocks of each side.
-      quiet: rounds in which other programs took more than this share of the processors are run again.
       megabytes: of text that is tokenized.
-      workers: numbers of processes that tokenize.
     """
 
-    parts: tuple[Literal["tokens", "images", "tokenize"], ...] = ("tokens", "images", "tokenize")
     size: Literal["tiny", "small"] = "small"
     steps: int = 20
     rounds: int = 15
-    quiet: float = 1.0
     megabytes: float = 24.0
-    workers: tuple[int, ...] = (1, 2)
 
 
 def feed(stepper: Stepper, ticks: list[float], batches: Iterator[Batch], steps: int) -> None:
@@ -88,7 +82,7 @@ def compare_sources(stepper: Stepper, sources: dict[str, Any], batch: int, optio
         for name, each in made.items():
             streams[name] = (found for found, _ in stack.enter_context(closing(each.iterate())))
         sides = {k: partial(feed, stepper, batches=v, steps=options.steps) for k, v in streams.items()}
-        blocks = rounds(sides, options.rounds, 1, 0, options.quiet)
+        blocks = time_rounds(sides, options.rounds, 1, 0)
     return [
         (
             name,
@@ -193,7 +187,7 @@ def measure_tokenizing(folder: Path, options: Options) -> str:
 
     sides = {
         f"{name}, {workers}": partial(time_tokens, partial(side, workers))
-        for workers in options.workers
+        for workers in (1, 2)
         for name, side in (("shardtrain", tokenize_files), ("library", partial(encode, texts, tokenizer)))
     }
     found = take_turns(sides, max(2, options.rounds // 5), 0)
@@ -221,15 +215,12 @@ def encode(texts: list[str], tokenizer: Path, workers: int) -> int:
     )
 
 
-PARTS = {"tokens": measure_tokens, "images": measure_images, "tokenize": measure_tokenizing}
-
-
 def main(options: Options) -> None:
-    """Measure the parts that are asked for, each in a folder of its own."""
+    """Measure all parts, each in a folder of its own."""
     print(f"{os.cpu_count()} cores; jax {jax.__version__}; {options.rounds} rounds of {options.steps} steps")
-    for name in options.parts:
+    for measure in (measure_tokens, measure_images, measure_tokenizing):
         with tempfile.TemporaryDirectory() as folder:
-            print(PARTS[name](Path(folder), options), flush=True)
+            print(measure(Path(folder), options), flush=True)
 
 
 if __name__ == "__main__":

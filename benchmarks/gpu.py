@@ -6,6 +6,7 @@ twice, up to its first step (`startup.py`): this file is its run file too. Figur
 uv run python benchmarks/gpu.py
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from paired import markdown
 
 from shardtrain import Optimizer, Run, Schedule, Text
 from shardtrain.models.decoder import DecoderConfig, gpt2
+from shardtrain.models.decoder_flops import flops_per_token
+from shardtrain.plan.devices import find_device
 
 LLAMA_1B = DecoderConfig(
     vocab=128_256, seq=2048, embed=2048, num_layers=16, num_heads=32, num_kv_heads=8, mlp=8192,
@@ -101,12 +104,16 @@ def measured(name: str, steps: int) -> tuple[str, ...]:
     case = CASES[name]
     figures = overhead.measure(overhead.Options(steps=steps, rounds=case.rounds), case.config, case.rows)
     spreads = (figures.spreads[pair]["step_seconds"] for pair in ("whole loop", "compiled step alone"))
+    seconds = figures.step_seconds[overhead.TOOLKIT]
+    tokens_per_second = case.rows * case.config.seq / seconds
+    device = find_device(jax.devices()[0].device_kind)
+    peak = (device and device.matrix_flops_per_second) or math.nan
     return (
         name,
         f"{case.rows} x {case.config.seq}",
-        f"{1e3 * figures.step_seconds[overhead.TOOLKIT]:.2f}",
-        f"{figures.tokens_per_second:,.0f}",
-        "?" if figures.mfu is None else f"{figures.mfu:.1%}",
+        f"{1e3 * seconds:.2f}",
+        f"{tokens_per_second:,.0f}",
+        f"{tokens_per_second * flops_per_token(case.config) / peak:.1%}",
         *map(str, spreads),
         f"{figures.difference:.1e}",
     )

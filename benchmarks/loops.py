@@ -4,6 +4,7 @@ Same model, optimizer, batches and order. Both read a loss as late as `trainer/l
 """
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -38,7 +39,7 @@ from shardtrain.system.xla_flags import step_options
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.feed import Feed
-from shardtrain.trainer.hooks import Hooks
+from shardtrain.trainer.hooks import Hook, Hooks
 from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.metric_log import STEPS_LATE
 from shardtrain.trainer.resume import StartPoint
@@ -62,14 +63,25 @@ def largest_difference(expected: list[float], found: list[float]) -> float:
     return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
 
 
+def run_late(ticks: list[float], steps: int, step: Callable[[], jax.Array]) -> list[float]:
+    """Run steps that return a loss, each of which is read some steps later; return the losses."""
+    losses, pending = [], deque[jax.Array]()
+    for _ in range(steps):
+        ticks.append(perf_counter())
+        pending.append(step())
+        if len(pending) > STEPS_LATE:
+            losses.append(float(pending.popleft()))
+    return losses + [float(loss) for loss in pending]
+
+
 class HandWritten:
     """The loop one writes without a toolkit: one jitted function, donated, losses read late.
 
     Its compiler options are the toolkit's, so that the loops are compared and not the programs.
     """
 
-    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int) -> None:
-        graph, variables = nnx.split(config(nnx.Rngs(jax.random.key(seed))), nnx.Param)
+    def __init__(self, config: DecoderConfig, source: Windows, batch: int) -> None:
+        graph, variables = nnx.split(config(nnx.Rngs(jax.random.key(0))), nnx.Param)
         self.params = nnx.to_pure_dict(variables)
         # weights decay, biases and gains do not; blocks are stacked, so theirs have one dim more
         decayed = {
@@ -99,7 +111,7 @@ class HandWritten:
             return optax.apply_updates(params, updates), opt_state, value
 
         self.step = step
-        order = epoch_order(len(source), seed, 0)
+        order = epoch_order(len(source), 0, 0)
         self.tokens = np.stack([source[order(i)]["tokens"] for i in range(len(source))])
         self.batch, self.row = batch, 0
 
@@ -116,15 +128,13 @@ class HandWritten:
 
     def loop(self, ticks: list[float], steps: int, batch: jax.Array | None = None) -> list[float]:
         """Some steps, and their losses; with a `batch` that is on the device already, the bare step."""
-        losses, pending = [], deque[jax.Array]()
-        for _ in range(steps):
-            ticks.append(perf_counter())
+
+        def step() -> jax.Array:
             tokens = self.next_batch() if batch is None else batch
             self.params, self.opt_state, loss = self.step(self.params, self.opt_state, tokens)
-            pending.append(loss)
-            if len(pending) > STEPS_LATE:
-                losses.append(float(pending.popleft()))
-        return losses + [float(loss) for loss in pending]
+            return loss
+
+        return run_late(ticks, steps, step)
 
 
 class Toolkit:
@@ -134,14 +144,14 @@ class Toolkit:
     """
 
     def __init__(
-        self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path, num: int = 1
+        self, config: DecoderConfig, source: Windows, batch: int, folder: Path, num: int = 1
     ) -> None:
         named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
         optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, convert_model(config).dims)
-        self.step = step = Stepper(config, optimizer=optimizer, rate=rate, num_devices=num, seed=seed)
+        self.step = step = Stepper(config, optimizer=optimizer, rate=rate, num_devices=num)
         self.state = step.state
         shard = batch_shard([batch], 0, step.mesh, step.axes, 1)
-        batches = Batches(source=source, batch=batch, seed=seed, rows=shard.rows)
+        batches = Batches(source=source, batch=batch, rows=shard.rows)
         self.feed = Feed(Loader(batches, {batch: shard}, step.mesh, step.axes, 1))
         self.reading = ExitStack()
         self.reading.enter_context(self.feed.reading(Position(epoch=0, index=0)))
@@ -157,18 +167,15 @@ class Toolkit:
     def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
         """Some steps through `run_loop`; state and data go on from block to block."""
         last, run = self.done + steps, replace(self.run, log_every=log_every)
+        constants = {"elastic": None, "description": {}, "labels": (), "num_devices": 1, "num_skipped": None}
         prepared = SimpleNamespace(
             run=run,
             coordination=self.coordination,
-            feed=_TickingFeed(self.feed, ticks),
+            feed=self.feed,
             barriers=make_barrier_schedule(run),
-            elastic=None,
             shares=SimpleNamespace(saved=dict),
-            description={},
-            labels=(),
-            num_devices=1,
-            num_skipped=None,
             seconds_at_peak=lambda: 0.0,
+            **constants,
         )
         activity = ActivityRecord()
         session: Any = SimpleNamespace(
@@ -180,15 +187,12 @@ class Toolkit:
             evaluate=lambda state: {},
             check=None,
             untimed=nullcontext,
-            hooks=Hooks(),
+            hooks=Hooks([Hook(on_step=lambda step: ticks.append(perf_counter()))]),
             totals=RunTotals(),
             spent=UsageLog(activity),
         )
         start = StartPoint(state=self.state, step=self.done, position=Position(epoch=0, index=0))
-        with StopSignals() as stop:
-            self.state, self.done = run_loop(session, start, last, self.sink, stop)
-        if stop.received is not None:
-            raise KeyboardInterrupt
+        self.state, self.done = run_loop(session, start, last, self.sink, StopSignals())
 
     def first_losses(self, steps: int) -> list[float]:
         """Run some steps; return the losses of all so far."""
@@ -197,31 +201,16 @@ class Toolkit:
 
     def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
         """The compiled step alone, on a batch that is on the mesh already."""
-        pending = deque[jax.Array]()
-        for _ in range(steps):
-            ticks.append(perf_counter())
+
+        def step() -> jax.Array:
             self.state, metrics = self.step.step(self.state, batch)
-            pending.append(metrics["loss_sum"])
-            if len(pending) > STEPS_LATE:
-                float(pending.popleft())
-        for loss in pending:
-            float(loss)
+            return metrics["loss_sum"]
+
+        run_late(ticks, steps, step)
 
     def close(self) -> None:
         self.reading.close()
         self.sink.close()
-
-
-class _TickingFeed:
-    """A feed that notes when each batch is asked for."""
-
-    def __init__(self, feed: Feed, ticks: list[float]) -> None:
-        self._feed, self._ticks = feed, ticks
-        self.take_change = feed.take_change
-
-    def __next__(self) -> tuple[Any, Position]:
-        self._ticks.append(perf_counter())
-        return next(self._feed)
 
 
 def no_checkpoints(last: int) -> Any:

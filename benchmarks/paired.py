@@ -112,7 +112,7 @@ def time_block(side: Side, first: int) -> Block:
     return Block(median(steps), wall_seconds / len(ticks), cpu_seconds / len(ticks))
 
 
-def rounds(
+def time_rounds(
     sides: Mapping[str, Side], num_rounds: int, first: int, seed: int, quiet: float = 1.0
 ) -> dict[str, list[Block]]:
     """Time a block of every side in turn, see `take_turns` and `time_block`; one round warms up."""

@@ -24,7 +24,6 @@ class Stepper:
       optimizer: any of optax.
       rate: its schedule, for the metrics.
       num_devices: each has rows of its own.
-      seed: of the parameters.
     """
 
     def __init__(
@@ -34,13 +33,12 @@ class Stepper:
         optimizer: optax.GradientTransformation | None = None,
         rate: optax.Schedule | None = None,
         num_devices: int = 1,
-        seed: int = 0,
     ) -> None:
         self.model, layout = convert_model(config), Layout()
         self.optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
         self.mesh, self.axes = make_mesh(layout, jax.local_devices()[:num_devices]), layout.batch_axes
         self.placement = make_placement(self.model, self.optimizer, layout, self.mesh)
-        self.state = init_state(self.model, self.optimizer, self.placement, seed)
+        self.state = init_state(self.model, self.optimizer, self.placement)
         self.step: Any = make_step(self.model, loss, self.optimizer, self.placement, rate)
 
     def place(self, batch: Any) -> Any:

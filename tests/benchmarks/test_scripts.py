@@ -59,8 +59,6 @@ def test_both_loops_compute_the_same_losses(script):
     np.testing.assert_allclose(toolkit, hand, rtol=1e-5)
     # and they train: a step that changed nothing would give equal losses too
     assert len(set(hand)) == 12
-    assert found.mfu is None
-    assert found.tokens_per_second == pytest.approx(6 * 16 / found.step_seconds["toolkit loop"])
 
 
 @pytest.mark.parametrize("name", ["paired", "house", "waves"])
