@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,39 +29,34 @@ CHUNK = 5
 DIVERGED = 8.0
 """A run with such a loss, or with none, is given up: knowing nothing costs log 256 = 5.5."""
 
-OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "sgd": optax.sgd,
-    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
-    "adam": lambda rate: optax.adam(rate, b2=0.99),
-    "lamb": lambda rate: optax.lamb(rate, b2=0.99),
-}
-
-
 BATCH, CONTEXT, HELDOUT = 16, 8, 4096
 """Examples of a replica, bytes from which the next one is predicted, and examples that are evaluated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+REPLICAS = (1, 4, 16, 64)
+BY_OWN = ("mean", "adasum+deltas", "adasum")
+"""Combiners; "+deltas" combines what each replica's own optimizer made of its own gradient."""
+
+
+class Setting(NamedTuple):
     """One way to train, for which learning rates are searched.
 
     Args:
-      optimizer: of `OPTIMIZERS`.
+      optimizer: learning rate -> an optimizer.
       rates: log2 of the learning rates that every combiner tries at every number of replicas.
-      combiners: by name; "+deltas" combines what each replica's own optimizer made of its own gradient.
+      combiners: by name.
     """
 
-    optimizer: Literal["sgd", "momentum", "adam", "lamb"]
-    rates: tuple[int, ...]
+    optimizer: Callable[[Any], optax.GradientTransformation]
+    rates: range
     combiners: tuple[str, ...] = ("mean", "adasum")
 
 
-BY_OWN = ("mean", "adasum+deltas", "adasum")
 SETTINGS = {
-    "sgd": Setting(optimizer="sgd", rates=tuple(range(-4, 3))),
-    "momentum": Setting(optimizer="momentum", rates=tuple(range(-7, 1))),
-    "adam": Setting(optimizer="adam", rates=tuple(range(-10, -3)), combiners=BY_OWN),
-    "lamb": Setting(optimizer="lamb", rates=tuple(range(-9, 0)), combiners=BY_OWN),
+    "sgd": Setting(optax.sgd, range(-4, 3)),
+    "momentum": Setting(lambda rate: optax.sgd(rate, momentum=0.9), range(-7, 1)),
+    "adam": Setting(lambda rate: optax.adam(rate, b2=0.99), range(-10, -3), BY_OWN),
+    "lamb": Setting(lambda rate: optax.lamb(rate, b2=0.99), range(-9, 0), BY_OWN),
 }
 TOO_MANY = 3
 """A run with more steps than this many times the best of its row is given up: it cannot become the best."""
@@ -72,15 +67,11 @@ class Options:
     """What to train.
 
     Args:
-      replicas: numbers of replicas.
-      settings: names of `SETTINGS`.
       most_steps: a run that has not come to its target by then is given up.
       seeds: how often each is run; the median counts.
       target: held-out loss, nats a byte.
     """
 
-    replicas: tuple[int, ...] = (1, 4, 16, 64)
-    settings: tuple[str, ...] = tuple(SETTINGS)
     most_steps: int = 1200
     seeds: int = 3
     target: float = 2.6
@@ -124,12 +115,8 @@ def loss(params: dict[str, jax.Array], inputs: jax.Array, targets: jax.Array) ->
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-class Carry(NamedTuple):
-    """What a run carries from step to step; the optimizer's state has a leading dim where replicas own it."""
-
-    params: Any
-    opt_state: Any
-    step: jax.Array
+Carry = tuple[Any, Any, jax.Array]
+"""Parameters, state of the optimizer (with a leading dim where replicas own it) and number of the step."""
 
 
 class Trainer:
@@ -137,47 +124,43 @@ class Trainer:
 
     def __init__(self, task: Task, setting: Setting, combiner: str, replicas: int) -> None:
         name, _, on = combiner.partition("+")
-        self._task, self._replicas = task, replicas
-        self._deltas = on == "deltas"
-        self._optimizer = OPTIMIZERS[setting.optimizer]
+        self._task, self._replicas, self._deltas = task, replicas, on == "deltas"
+        self._optimizer = setting.optimizer
         self._combiner, self._group = make_combiner(name), MeshGroup("replicas", replicas)
         self._chunk = jax.jit(self._steps)
 
-    def steps_to(self, target: float, rate: float, seed: int, most_steps: float) -> int | None:
-        """How many steps it takes to a held-out loss; None where it does not come to it."""
-        carry, steps = self._begin(jax.random.key(seed)), 0
-        while steps < most_steps:
-            carry, found = self._chunk(carry, jnp.float32(rate), jax.random.key(seed + 1000))
-            steps += CHUNK
-            if not found < DIVERGED:
-                return None
-            if found <= target:
-                return steps
-        return None
-
-    def _begin(self, key: jax.Array) -> Carry:
-        params = init(key)
+    def steps_to(self, target: float, rate: float, seed: int, most_steps: float) -> float:
+        """How many steps it takes to a held-out loss; infinity where it does not come to it."""
+        params = init(jax.random.key(seed))
         opt_state = self._optimizer(1.0).init(params)
         if self._deltas:
             opt_state = jax.tree.map(lambda x: jnp.stack([x] * self._replicas), opt_state)
-        return Carry(params, opt_state, jnp.int32(0))
+        carry, steps = (params, opt_state, jnp.int32(0)), 0
+        while steps < most_steps:
+            carry, found = self._chunk(carry, jnp.float32(rate), jax.random.key(seed + 1000))
+            steps += CHUNK
+            if found <= target:
+                return steps
+            if not found < DIVERGED:
+                break
+        return math.inf
 
     def _steps(self, carry: Carry, rate: jax.Array, key: jax.Array) -> tuple[Carry, jax.Array]:
         carry, _ = jax.lax.scan(lambda c, _: (self._step(c, rate, key), None), carry, length=CHUNK)
-        return carry, loss(carry.params, *self._task.heldout)
+        return carry, loss(carry[0], *self._task.heldout)
 
     def _step(self, carry: Carry, rate: jax.Array, key: jax.Array) -> Carry:
-        optimizer = self._optimizer(rate)
+        (params, opt_state, step), update = carry, self._optimizer(rate).update
         text, shape = self._task.text, (self._replicas, BATCH, 1)
-        starts = jax.random.randint(jax.random.fold_in(key, carry.step), shape, 0, len(text) - CONTEXT - 1)
+        starts = jax.random.randint(jax.random.fold_in(key, step), shape, 0, len(text) - CONTEXT - 1)
         windows = text[starts + jnp.arange(CONTEXT + 1)].astype(jnp.int32)
-        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(carry.params, windows[..., :-1], windows[..., -1])
+        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(params, windows[..., :-1], windows[..., -1])
         if self._deltas:
-            deltas, opt_state = jax.vmap(optimizer.update, (0, 0, None))(grads, carry.opt_state, carry.params)
+            deltas, opt_state = jax.vmap(update, (0, 0, None))(grads, opt_state, params)
             updates = self._combined(deltas)
         else:
-            updates, opt_state = optimizer.update(self._combined(grads), carry.opt_state, carry.params)
-        return Carry(optax.apply_updates(carry.params, updates), opt_state, carry.step + 1)
+            updates, opt_state = update(self._combined(grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, step + 1
 
     def _combined(self, trees: Any) -> Any:
         def combine(tree: Any) -> Any:
@@ -188,56 +171,49 @@ class Trainer:
 
 
 class Row(NamedTuple):
-    """A way to train, and log2 of the learning rate -> median steps over seeds; None: too many."""
+    """A way to train, and log2 of the learning rate -> median steps over seeds; infinite: too many."""
 
     setting: str
     combiner: str
     replicas: int
-    steps: dict[int, float | None]
+    steps: dict[int, float]
 
     @property
-    def best(self) -> tuple[int, float] | None:
-        """The learning rate with the fewest steps, and these."""
-        found = [(steps, rate) for rate, steps in self.steps.items() if steps is not None]
-        steps, rate = min(found, default=(0.0, 0))
-        return (rate, steps) if found else None
+    def best(self) -> int:
+        """The learning rate with the fewest steps."""
+        return min(self.steps, key=lambda rate: self.steps[rate])
 
 
 def measure(options: Options) -> Iterator[Row]:
     """Yield all rows."""
     with tempfile.TemporaryDirectory() as name:
         task = make_task(Path(name))
-    for name in options.settings:
-        setting, alone = SETTINGS[name], None
-        for replicas in options.replicas:
+    for name, setting in SETTINGS.items():
+        alone = None
+        for replicas in REPLICAS:
             # one replica alone is the same whatever combines it
             for combiner in setting.combiners[: None if replicas > 1 else 1]:
                 trainer = Trainer(task, setting, combiner, replicas)
                 row = Row(name, combiner, replicas, search(trainer, setting, options, alone))
-                if alone is None and row.best is not None:
-                    alone = row.best[0]
+                if alone is None and row.steps[row.best] < math.inf:
+                    alone = row.best
                 yield row
 
 
-def search(
-    trainer: Trainer, setting: Setting, options: Options, alone: int | None
-) -> dict[int, float | None]:
+def search(trainer: Trainer, setting: Setting, options: Options, alone: int | None) -> dict[int, float]:
     """Return log2 of the learning rate -> the median of the steps over seeds.
 
     Args:
       alone: the rate that was best for one replica: tried first, and never given up early.
     """
-    found: dict[int, float | None] = {}
+    found: dict[int, float] = {}
     near = setting.rates[len(setting.rates) // 2] if alone is None else alone
     for rate in sorted(setting.rates, key=lambda rate: abs(rate - near)):
-        least = min((steps for steps in found.values() if steps is not None), default=math.inf)
+        least = min(found.values(), default=math.inf)
         most = options.most_steps if rate == alone else min(options.most_steps, TOO_MANY * least)
-        seeds = [
-            trainer.steps_to(options.target, 2.0**rate, seed, most) or math.inf
-            for seed in range(options.seeds)
-        ]
-        found[rate] = None if math.isinf(median(seeds)) else median(seeds)
-    return dict(sorted(found.items()))
+        seeds = range(options.seeds)
+        found[rate] = median(trainer.steps_to(options.target, 2.0**rate, seed, most) for seed in seeds)
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -245,9 +221,9 @@ def table(rows: Sequence[Row]) -> str:
     lines: list[tuple[object, ...]] = []
     alone: dict[str, int] = {}
     for row in rows:
-        rate, steps = row.best or (0, None)
-        at_one = row.steps.get(alone.setdefault(row.setting, rate))
-        lines.append((row.setting, row.replicas, row.combiner, steps, f"2^{rate}", at_one))
+        rate = row.best
+        at_one = row.steps[alone.setdefault(row.setting, rate)]
+        lines.append((row.setting, row.replicas, row.combiner, row.steps[rate], f"2^{rate}", at_one))
     header = ["optimizer", "P", "combiner", "steps, tuned", "its rate", "at one replica's rate"]
     return markdown(header, lines)
 
