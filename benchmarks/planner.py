@@ -6,24 +6,25 @@ uv run python benchmarks/planner.py [memory] [long] [traffic] [gpu] [rank] [--st
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. long: likewise of
 long sequences over the mesh axis context. traffic: likewise the bytes that a device sends in a step of GPT-2
 medium. gpu: steps that one H200 ran (`gpu.py`), beside their predictions; nothing runs. rank: 24 ways to run
-a small decoder on 8 simulated devices, processor time of a step beside its prediction by three rates that
-are measured first; with --measured FILE from the rows of a file, without running a step, if it is there.
+a small decoder on 8 simulated devices, processor time of a step beside its prediction by three measured
+rates, from the rows of a file; with --steps these are measured again first.
 
 Figures: docs/benchmarks/planner.md and traffic.md.
 """
 
-import argparse
 import csv
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
+import tyro
 from gpu import CASES, LLAMA_1B, LLAMA_8B_SLICE, ROOMY
 from paired import markdown
 from stepper import token_shapes
@@ -43,7 +44,6 @@ from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
-from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement
@@ -64,24 +64,6 @@ pipeline=2,data=2,tensor=2 4 weights
 """
 """Ways to run a decoder: mesh, microbatches, remat, and what differs else."""
 
-RANKED = f"""{POINTS}
-data=8 2 none
-data=8 2 full
-fsdp=8 1 weights
-fsdp=4,tensor=2 2 weights
-data=4,tensor=2 1 none
-data=2,tensor=4 2 dots
-data=2,tensor=4 1 none sequence
-tensor=8 2 full
-pipeline=4 4 weights
-pipeline=4 16 weights
-pipeline=4,data=2 8 none
-pipeline=2,fsdp=4 2 weights
-pipeline=2,tensor=4 8 full
-data=1 1 none
-data=2 8 weights
-fsdp=2,tensor=2 4 dots zero1
-"""
 LONG = """
 1 16384 1 context=2 1 full ring
 1 16384 1 context=4 1 full ring
@@ -166,11 +148,6 @@ def read_ways(text: str) -> list[Choice]:
     return [read_way(line) for line in text.split("\n") if line]
 
 
-def way_text(choice: Choice) -> str:
-    """Name a way in a table."""
-    return f"{mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat}"
-
-
 def make_subject(config: DecoderConfig, rows: int = ROWS, kind: str = "cpu") -> Subject:
     """Return a decoder with AdamW and a batch of so many rows, for a kind of device."""
     target = {"target": Target(GPU_TARGETS[kind][0])} if kind in GPU_TARGETS else {}
@@ -192,6 +169,13 @@ def place_state(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
     return make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
 
 
+def count_compiled(subject: Subject, choice: Choice, kind: str) -> Any:
+    """Return the compiler's figures of a step on simulated or absent devices."""
+    placement, model = place_state(subject, choice, kind), subject.find_model(choice.remat)
+    arguments = (model, subject.loss, subject.optimizer, placement, subject.batch)
+    return figures(compile_step(*arguments, microbatches=choice.accumulate), dict(placement.mesh.shape))
+
+
 def compare(
     cases: Sequence[tuple[str, Subject, Choice]], kind: str, what: Literal["memory", "sent"] = "memory"
 ) -> list[float]:
@@ -199,25 +183,16 @@ def compare(
     machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
     ratios = []
     for name, subject, choice in cases:
-        num_devices = math.prod(choice.layout.mesh.values())
-        compiled = compile_step(
-            subject.find_model(choice.remat),
-            subject.loss,
-            subject.optimizer,
-            place_state(subject, choice, kind),
-            subject.batch,
-            microbatches=choice.accumulate,
-        )
-        found = figures(compiled, axis_sizes(choice.layout.mesh, num_devices))
-        (step,) = steps(subject, machine, num_devices, [choice])
+        found = count_compiled(subject, choice, kind)
+        (step,) = steps(subject, machine, math.prod(choice.layout.mesh.values()), [choice])
         if what == "memory":
             real, predicted = found.device_bytes, predict(step, machine).memory.total
         else:
             real = sum(each.wire_bytes_per_device for each in found.collectives)
             predicted = sum(sum_sent_by_axes(step, simulated=kind == "cpu").values())
         ratios.append(predicted / real)
-        shown = f"{real / 1e6:.1f} | {predicted / 1e6:.1f} | {ratios[-1]:.3f}"
-        print(f"| {name} | {way_text(choice)} | {shown} |", flush=True)
+        way = f"{mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat}"
+        print(f"| {name} | {way} | {real / 1e6:.1f} | {predicted / 1e6:.1f} | {ratios[-1]:.3f} |", flush=True)
     print(f"within 10 %: {sum(abs(ratio - 1) <= 0.1 for ratio in ratios)} of {len(ratios)}")
     return ratios
 
@@ -274,54 +249,40 @@ class Measured(NamedTuple):
     Args:
       host: all of it as one device.
       cores: of it.
+      ways: lines as above.
       seconds: (ways, rounds).
     """
 
     host: Machine
     cores: int
+    ways: list[str]
     seconds: np.ndarray
 
 
-def measure_ranked(path: Path | None, steps: int) -> Measured:
-    """Return the rows of a CSV file; if it is not there, measure them and write it."""
-    if path is not None and path.exists():
-        return read_rows(path)
-    host, ways = measure_host("float32"), read_ways(RANKED)
-    found = Measured(host, count_cores(), time_steps(make_subject(SMALL), ways, steps))
-    if path is not None:
-        rates = {name: getattr(host.rates, name) for name in RATES}
-        link = {"link": host.device_link.bytes_per_second, "latency": host.device_link.latency_seconds}
-        rows = [("host", name, value) for name, value in {"cores": found.cores, **rates, **link}.items()]
-        rows += [
-            ("way", way_text(w), f"{x:.6f}") for w, v in zip(ways, found.seconds, strict=True) for x in v
-        ]
-        with path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([("kind", "name", "value"), *rows])
-    return found
-
-
+MEASURED = Path(__file__).parents[1] / "docs" / "benchmarks" / "planner_measured.csv"
 RATES = ("flops_per_second", "memory_bytes_per_second", "kernel_seconds")
 
 
-def read_rows(path: Path) -> Measured:
-    """Read measured rows.
-
-    Raises:
-      ValueError: ways that are ranked today are not in the file.
-    """
-    values: dict[tuple[str, str], list[float]] = {}
+def read_measured(path: Path) -> Measured:
+    """Read measured rows."""
     with path.open() as file:
-        for row in csv.DictReader(file):
-            values.setdefault((row["kind"], row["name"]), []).append(float(row["value"]))
-    host = {name: value for (kind, name), (value, *_) in values.items() if kind == "host"}
+        rows = {name: [float(value) for value in values] for name, *values in csv.reader(file)}
+    cores, link, latency, *rates = (rows.pop(name)[0] for name in ("cores", "link", "latency", *RATES))
+    machine = Machine(
+        rates=Rates(**dict(zip(RATES, rates, strict=True))),  # type: ignore[arg-type]
+        device_link=Link(bytes_per_second=link, latency_seconds=latency),
+    )
+    return Measured(machine, int(cores), list(rows), np.array(list(rows.values())))
 
-    ways = [("way", way_text(choice)) for choice in read_ways(RANKED)]
-    if missing := [way for way in ways if way not in values]:
-        raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
-    link = Link(bytes_per_second=host["link"], latency_seconds=host["latency"])
-    rates = Rates(**{name: host[name] for name in RATES})  # type: ignore[arg-type]
-    machine = Machine(rates=rates, device_link=link)
-    return Measured(machine, int(host["cores"]), np.array([values[way] for way in ways]))
+
+def write_measured(measured: Measured, path: Path) -> None:
+    """Write the rows that `read_measured` reads."""
+    rates, link = measured.host.rates, measured.host.device_link
+    rows = [["cores", measured.cores], *([name, getattr(rates, name)] for name in RATES)]
+    rows += [["link", link.bytes_per_second], ["latency", link.latency_seconds]]
+    rows += [[way, *each.round(6)] for way, each in zip(measured.ways, measured.seconds, strict=True)]
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def correlate_orders(one: np.ndarray, other: np.ndarray) -> float:
@@ -329,23 +290,28 @@ def correlate_orders(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(one.argsort().argsort(), other.argsort().argsort())[0, 1])
 
 
-def predict_seconds(host: Machine, choices: Sequence[Choice], cores: int) -> np.ndarray:
+def predict_seconds(measured: Measured) -> np.ndarray:
     """Return the predicted processor seconds of a step: the simulated devices keep all cores busy."""
-    found, subject = [], make_subject(SMALL)
-    for choice in choices:
+    found, subject, cores = [], make_subject(SMALL), measured.cores
+    for choice in map(read_way, measured.ways):
         num_devices = math.prod(choice.layout.mesh.values())
-        device = make_simulated_machine(host, num_devices, cores)
+        device = make_simulated_machine(measured.host, num_devices, cores)
         (predicted,) = predict_choices(subject, device, num_devices, [choice])
         found.append(cores * predicted.seconds.total)
     return np.array(found)
 
 
-def judge(measured: Measured) -> None:
+def judge(path: Path, steps: int) -> None:
     """Print predicted times beside processor times of a step, and how well their orders agree."""
-    ways, least = read_ways(RANKED), measured.seconds.min(1)
-    predicted = predict_seconds(measured.host, ways, measured.cores)
-    for choice, *each in zip(ways, predicted, least, strict=True):
-        print(f"| {way_text(choice)} | {' | '.join(f'{1e3 * x:.0f}' for x in each)} |")
+    measured = read_measured(path)
+    if steps:
+        host, ways = measure_host("float32"), measured.ways
+        seconds = time_steps(make_subject(SMALL), [*map(read_way, ways)], steps)
+        measured = Measured(host, count_cores(), ways, seconds)
+        write_measured(measured, path)
+    predicted, least = predict_seconds(measured), measured.seconds.min(1)
+    for way, *each in zip(measured.ways, predicted, least, strict=True):
+        print(f"| {way} | {' | '.join(f'{1e3 * x:.0f}' for x in each)} |")
     order, pick = correlate_orders(predicted, least), least[predicted.argmin()] / least.min()
     print(f"rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
     halves = (measured.seconds[:, start::2].min(1) for start in (0, 1))
@@ -376,27 +342,32 @@ def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.n
     return times[:, 2:]
 
 
-def main() -> None:
-    """Run the parts that are named, or memory and rank."""
+def main(
+    parts: tyro.conf.Positional[tuple[str, ...]] = ("memory", "rank"),
+    steps: int = 0,
+    measured: Path = MEASURED,
+    kind: str = "cpu",
+) -> None:
+    """Run the parts that are named.
+
+    Args:
+      steps: rounds of rank; 0 reads the rows of `measured`, which are written anew otherwise.
+      measured: CSV file of the ways and steps of rank.
+      kind: of memory, long and traffic: cpu, h100 or a100.
+    """
     # before devices start: freed memory is kept, as in launched islands; else page faults are a third
     tune_malloc()
     jax.config.update("jax_num_cpu_devices", 8)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", default=["memory", "rank"])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--measured", type=Path, help="CSV file of the steps of rank: read, or else written")
-    parser.add_argument("--kind", default="cpu", help="of memory, long and traffic: cpu, h100 or a100")
-    options = parser.parse_args()
-    parts = {
-        "memory": lambda: compare_small(options.kind),
-        "long": lambda: compare_long(options.kind),
-        "traffic": lambda: compare_sent(options.kind),
+    run = {
+        "memory": partial(compare_small, kind),
+        "long": partial(compare_long, kind),
+        "traffic": partial(compare_sent, kind),
         "gpu": compare_measured,
-        "rank": lambda: judge(measure_ranked(options.measured, options.steps)),
+        "rank": partial(judge, measured, steps),
     }
-    for part in options.parts:
-        parts[part]()
+    for part in parts:
+        run[part]()
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
