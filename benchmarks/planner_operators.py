@@ -9,7 +9,6 @@ that a device sends in a step, and its MFLOP, predicted : counted; then MB over 
 Figures: docs/benchmarks/planner.md.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from planner import place_state
+import tyro
+from planner import count_compiled
 from stepper import token_shapes
 
 from shardtrain import (
@@ -37,7 +37,6 @@ from shardtrain.models.experts_options import Experts
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
-from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.operators.search import plan_operators
 from shardtrain.plan.predict import predict, steps, sum_sent_by_axes
@@ -78,34 +77,24 @@ class Way(NamedTuple):
     flops: float
 
 
+def shape(*dims: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
 def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]:
     """Return name -> a model, its loss and a batch."""
     decoder = DecoderConfig(vocab=512, seq=32, embed=256, num_layers=2, num_heads=8, mlp=1024)
     both = EncoderDecoderConfig(
         vocab=512, seq=32, embed=256, num_encoder_layers=2, num_decoder_layers=2, num_heads=8, mlp=1024
     )
-    small = replace(decoder, vocab=256, embed=128, mlp=512)
-
-    tokens, images = (
-        token_shapes(8, 32),
-        {
-            "image": jax.ShapeDtypeStruct((16, 32, 32, 3), np.float32),
-            "label": jax.ShapeDtypeStruct((16,), np.int32),
-            "weights": jax.ShapeDtypeStruct((16,), np.float32),
-        },
-    )
-    source = jax.ShapeDtypeStruct((8, 32), np.int32)
-    pairs = {
-        "source": source,
-        "source_mask": source,
-        "target": tokens["tokens"],
-        "weights": tokens["weights"],
-    }
-    experts = replace(decoder, mlp=256, experts=Experts(num=4))
-    linen = from_linen(LinenDecoder(small), jax.ShapeDtypeStruct((1, 32), np.int32))
+    linen = from_linen(LinenDecoder(replace(decoder, vocab=256, embed=128, mlp=512)), shape(1, 32))
+    tokens, weights = token_shapes(8, 32), shape(16, dtype=np.float32)
+    images = {"image": shape(16, 32, 32, 3, dtype=np.float32), "label": shape(16), "weights": weights}
+    pairs = {"source": shape(8, 32), "source_mask": shape(8, 32)}
+    pairs |= {"target": tokens["tokens"], "weights": tokens["weights"]}
     return {
         "decoder": (decoder, next_token_loss, tokens),
-        "mixture of experts": (experts, next_token_loss, tokens),
+        "mixture of experts": (replace(decoder, mlp=256, experts=Experts(num=4)), next_token_loss, tokens),
         "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
         "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
         "encoder-decoder": (both, translation_loss, pairs),
@@ -152,32 +141,30 @@ def compare(name: str, kind: str) -> None:
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
     for way in predict_ways(run, subject):
-        placement = place_state(subject, Choice(layout=way.layout), kind)
-        program = compile_step(make_model(run), loss, optimizer, placement, batch)
-        found = figures(program, dict(placement.mesh.shape))
+        found = count_compiled(subject, Choice(layout=way.layout), kind)
         sent = Counter[tuple[str, ...]]()
         for each in found.collectives:
             sent.update({each.axes: each.wire_bytes_per_device})  # type: ignore[dict-item]
-        totals = f"{_pair(sum(way.sent.values()), sent.total())} | {_pair(way.flops, found.flops)}"
+        totals = f"{pair(sum(way.sent.values()), sent.total())} | {pair(way.flops, found.flops)}"
         both = dict.fromkeys((*way.sent, *sent))
-        of_axes = ", ".join(f"{'+'.join(over)} {_pair(way.sent.get(over, 0), sent[over])}" for over in both)
+        of_axes = ", ".join(f"{'+'.join(over)} {pair(way.sent.get(over, 0), sent[over])}" for over in both)
         print(f"| {name} | {way.name} | {mesh_text(way.layout)} | {totals} | {of_axes} |", flush=True)
 
 
-def _pair(predicted: float, counted: float) -> str:
+def pair(predicted: float, counted: float) -> str:
     return f"{predicted / 1e6:.3f} : {counted / 1e6:.3f}"
 
 
-def main() -> None:
-    """Compare the models that are named, or all."""
+def main(models: tyro.conf.Positional[tuple[str, ...]] = (), kind: str = "cpu") -> None:
+    """Compare the models that are named, or all.
+
+    Args:
+      kind: cpu, h100, a100, or a topology of 8 TPUs: v5e:2x4.
+    """
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=list(list_models()))
-    parser.add_argument("--kind", default="cpu", help="cpu, h100, a100, or a topology of 8 TPUs: v5e:2x4")
-    options = parser.parse_args()
-    for name in options.models:
-        compare(name, options.kind)
+    for name in models or list_models():
+        compare(name, kind)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
