@@ -2,7 +2,7 @@
 
 Islands that come and go, beside islands joined by MPI that all start again (`launch --restarts`).
 
-    python benchmarks/elastic_recovery.py [--kills 10] [--islands 3]
+    python benchmarks/elastic_recovery.py [--kills 10]
     python benchmarks/elastic_recovery.py --goodput-minutes 30
 
 A small GPT (`examples/gpt_text.py`) on this host, each island on one device. A kill is a SIGKILL at a random
@@ -19,13 +19,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from subprocess import DEVNULL, Popen
 from tempfile import TemporaryDirectory
 
 import tyro
@@ -35,54 +34,30 @@ from shardtrain.elastic.history import read_history
 from shardtrain.report.elastic_run import past_text, summarize
 from shardtrain.report.sinks.json_lines import read_jsonl
 
-SMALL = "--model.embed 64 --model.num-layers 2 --model.num-heads 2 --model.mlp 128 --batch 12 --log-every 1"
-NEVER = "--evaluate-every 1000000 --evaluate-batches 1 --sinks jsonl"
+TRAINED = (
+    "--model.embed 64 --model.num-layers 2 --model.num-heads 2 --model.mlp 128 --batch 12 --steps 1000000"
+    " --log-every 1 --evaluate-every 1000000 --evaluate-batches 1 --checkpoints.every-steps 500 --sinks jsonl"
+)
+ISLANDS = 3
 SHARDTRAIN = (sys.executable, "-m", "shardtrain")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      kills: number of kills of each side.
-      islands: number of islands.
-      calm_seconds: time between the end of one disturbance and the next kill.
-      seed: of the moments.
-      goodput_minutes: length of the time with kills, for goodput. None measures the pauses.
-      every_minutes: time between two kills, for goodput.
-    """
-
-    kills: int = 10
-    islands: int = 3
-    calm_seconds: float = 3.0
-    seed: int = 0
-    goodput_minutes: float | None = None
-    every_minutes: float = 5.0
+CALM_SECONDS, EVERY_MINUTES = 3.0, 5.0
+"""Time between the end of one disturbance and the next kill; time between two kills, for goodput."""
 
 
 class Run:
     """A run in a folder, and the times at which its lines of metrics were seen."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...], saves: int) -> None:
+    def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
         self.folder = folder
-        steps = ("--steps", "1000000", "--checkpoints.every-steps", str(saves), "--run-dir", str(folder))
-        self.words = (*words, "train", "examples/gpt_text.py", *SMALL.split(), *NEVER.split(), *steps)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.words = (*words, "train", "examples/gpt_text.py", *TRAINED.split(), "--run-dir", str(folder))
+        self.processes: list[Popen[bytes]] = []
         self.seen: list[float] = []
         self._size = 0
 
     def start(self, *more: str) -> None:
-        environment = {**os.environ, "SHARDTRAIN_ADDRESS": "127.0.0.1"}
-        self.processes.append(
-            subprocess.Popen(
-                [*self.words, *more],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
-        )
+        env = {**os.environ, "SHARDTRAIN_ADDRESS": "127.0.0.1"}
+        words = [*self.words, *more]
+        self.processes.append(Popen(words, stdout=DEVNULL, stderr=DEVNULL, env=env, start_new_session=True))
 
     def watch(self, seconds: float, until=lambda: False) -> None:
         """Note when lines come, for some time or until something is true."""
@@ -105,7 +80,7 @@ class Run:
         times = before + [each for each in self.seen if begin < each <= end]
         return max(later - earlier for earlier, later in pairwise(times))
 
-    def end(self) -> None:
+    def close(self) -> None:
         for each in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
@@ -115,14 +90,14 @@ class Run:
 class ElasticRun(Run):
     """A run of islands that come and go, all of them there."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
-        super().__init__(folder, SHARDTRAIN, saves=500)
-        self.options, self.chance = options, random.Random(options.seed)
-        for _ in range(options.islands):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, SHARDTRAIN)
+        self.chance = random.Random(0)
+        for _ in range(ISLANDS):
             self.add_island()
 
     def add_island(self) -> None:
-        self.start("--elastic", f"1..{self.options.islands}", "--cpu-devices", "1")
+        self.start("--elastic", f"1..{ISLANDS}", "--cpu-devices", "1")
 
     def find_names(self) -> tuple[str, ...]:
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -130,7 +105,7 @@ class ElasticRun(Run):
         return ()
 
     def wait_until_full(self) -> None:
-        self.watch(120, lambda: len(self.find_names()) == self.options.islands)
+        self.watch(120, lambda: len(self.find_names()) == ISLANDS)
 
     def kill(self, number: int) -> float:
         """Kill the chief, or another one in every second case; return the time."""
@@ -140,16 +115,15 @@ class ElasticRun(Run):
         return time.monotonic()
 
 
-def measure_elastic(options: Options, folder: Path) -> dict[str, list[float]]:
+def measure_elastic(kills: int, folder: Path) -> dict[str, list[float]]:
     """Return the seconds of each kind of wait of islands that come and go."""
-    run = ElasticRun(options, folder)
     found: dict[str, list[float]] = {"kill": [], "join": [], "others at a join": []}
-    try:
+    with contextlib.closing(ElasticRun(folder)) as run:
         run.wait_until_full()
-        for number in range(options.kills):
-            run.watch(options.calm_seconds + run.chance.random())
+        for number in range(kills):
+            run.watch(CALM_SECONDS + run.chance.random())
             killed = run.kill(number)
-            run.watch(options.calm_seconds)
+            run.watch(CALM_SECONDS)
             found["kill"].append(run.longest_pause(killed, time.monotonic()))
             started = time.monotonic()
             run.add_island()
@@ -157,20 +131,16 @@ def measure_elastic(options: Options, folder: Path) -> dict[str, list[float]]:
             found["join"].append(time.monotonic() - started)
             run.watch(1.0)
             found["others at a join"].append(run.longest_pause(started, time.monotonic()))
-    finally:
-        run.end()
     return found
 
 
-def measure_goodput(options: Options, folder: Path) -> str:
+def measure_goodput(all_minutes: float, folder: Path) -> str:
     """Return a text about the steps done with kills and joins, beside those of a time without."""
-    assert options.goodput_minutes is not None
-    run = ElasticRun(options, folder)
-    try:
+    with contextlib.closing(ElasticRun(folder)) as run:
         run.wait_until_full()
         run.watch(30.0)
         rates = []
-        for minutes, disturbs in ((options.goodput_minutes / 5, False), (options.goodput_minutes, True)):
+        for minutes, disturbs in ((all_minutes / 5, False), (all_minutes, True)):
             began, first, number = time.monotonic(), run.count_steps(), 0
             end = began + 60 * minutes
             while disturbs and time.monotonic() < end - 60:
@@ -178,37 +148,26 @@ def measure_goodput(options: Options, folder: Path) -> str:
                 number += 1
                 run.watch(60.0)
                 run.add_island()
-                run.watch(min(60 * options.every_minutes * number + began, end) - time.monotonic())
+                run.watch(min(60 * EVERY_MINUTES * number + began, end) - time.monotonic())
             run.watch(end - time.monotonic())
             rates.append((run.count_steps() - first) / (time.monotonic() - began))
-    finally:
-        run.end()
     past = summarize(read_history(folder), read_jsonl(folder / "metrics.jsonl"), time.time())
     return (
         f"{rates[0]:.2f} steps a second undisturbed, {rates[1]:.2f} with {number} kills in"
-        f" {options.goodput_minutes:g} minutes: {rates[1] / rates[0]:.1%}\n{past_text(past)}"
+        f" {all_minutes:g} minutes: {rates[1] / rates[0]:.1%}\n{past_text(past)}"
     )
 
 
-def measure_restarts(options: Options, folder: Path) -> list[float]:
+def measure_restarts(kills: int, folder: Path) -> list[float]:
     """Return the seconds without a step after each kill of a rank that all start again from."""
-    chance, found = random.Random(options.seed), list[float]()
-    launch = (
-        "launch",
-        "--islands",
-        str(options.islands),
-        "--restarts",
-        "999",
-        "--logs",
-        str(folder / "logs"),
-    )
-    run = Run(folder / "run", (*SHARDTRAIN, *launch, "--"), saves=500)
-    try:
+    chance, found = random.Random(0), list[float]()
+    launch = f"launch --islands {ISLANDS} --restarts 999 --logs {folder}/logs --"
+    with contextlib.closing(Run(folder / "run", (*SHARDTRAIN, *launch.split()))) as run:
         run.start("--cpu-devices", "1")
-        for _ in range(options.kills):
+        for _ in range(kills):
             count = len(run.seen)
             run.watch(120, lambda count=count: len(run.seen) > count + 20)
-            run.watch(options.calm_seconds + chance.random())
+            run.watch(CALM_SECONDS + chance.random())
             (*_, last) = (run.folder / "environment.jsonl").read_text().splitlines()
             killed = time.monotonic()
             os.kill(chance.choice(json.loads(last)["ranks"])["pid"], signal.SIGKILL)
@@ -217,19 +176,22 @@ def measure_restarts(options: Options, folder: Path) -> list[float]:
             count = len(run.seen)
             run.watch(120, lambda count=count: len(run.seen) > count + 3)
             found.append(run.longest_pause(killed, time.monotonic()))
-    finally:
-        run.end()
     return found
 
 
-def main(options: Options) -> None:
-    """Print the table, or the goodput."""
+def main(kills: int = 10, goodput_minutes: float | None = None) -> None:
+    """Print the table, or the goodput.
+
+    Args:
+      kills: number of kills of each side.
+      goodput_minutes: length of the time with kills, for goodput. None measures the pauses.
+    """
     with TemporaryDirectory() as folder:
-        if options.goodput_minutes is not None:
-            sys.stdout.write(measure_goodput(options, Path(folder) / "elastic"))
+        if goodput_minutes is not None:
+            sys.stdout.write(measure_goodput(goodput_minutes, Path(folder) / "elastic"))
             return
-        elastic = measure_elastic(options, Path(folder) / "elastic")
-        restarts = measure_restarts(options, Path(folder) / "restarts")
+        elastic = measure_elastic(kills, Path(folder) / "elastic")
+        restarts = measure_restarts(kills, Path(folder) / "restarts")
 
     def show(values: list[float]) -> str:
         return f"{median(values):.2f} s, at most {max(values):.2f} s"
@@ -244,4 +206,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)
