@@ -1,6 +1,6 @@
 """The price of a step of elastic islands: the same toy step, its gradients summed by them and by MPI.
 
-    python benchmarks/elastic_price.py [--megabytes 1 4 16] [--milliseconds 5 50] [--rounds 5]
+    python benchmarks/elastic_price.py [--megabytes 1 4 16] [--milliseconds 5 50]
 
 Three processes on this host. A step waits for some time, as if a device computed; then gradients are
 summed. One row of a batch is a slot, one for each island. Each round launches all
@@ -18,9 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -29,45 +28,20 @@ import numpy as np
 import tyro
 from paired import markdown, spread, take_turns
 
-ISLANDS, FIRST = 3, 10
+ISLANDS, STEPS, FIRST, ROUNDS = 3, 40, 10, 5
+"""Islands; steps of a launch, and the first ones, which are not measured; launches of each side."""
 ISLAND_SIDES = {"islands, TLS": "tls", "islands, TLS, int8": "int8", "islands, local": "islands"}
 TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      megabytes: sizes of gradients.
-      milliseconds: times of a step's computation.
-      mpi: measure MPI too, for which a network namespace of its own has no device.
-      rounds: launches of each side.
-      steps: of each launch; the first ten are not measured.
-      side: of one process: islands, tls, int8 or mpi.
-      folder: its run folder.
-      seed: of the orders.
-    """
-
-    megabytes: tuple[float, ...] = (1, 4, 16)
-    milliseconds: tuple[float, ...] = (5, 50)
-    mpi: bool = True
-    rounds: int = 5
-    steps: int = 40
-    side: str = ""
-    folder: Path = Path()
-    seed: int = 0
 
 
 class Toy:
     """A step that takes some time."""
 
-    def __init__(self, options: Options) -> None:
-        (megabytes,), (milliseconds,) = options.megabytes, options.milliseconds
-        self._seconds = milliseconds / 1000
-        self.gradients = np.ones(round(megabytes * (1 << 18)), np.float32)
+    def __init__(self, megabytes: str, milliseconds: str, codecs: str = "") -> None:
+        self._seconds = float(milliseconds) / 1000
+        self.gradients = np.ones(round(float(megabytes) * (1 << 18)), np.float32)
         self.state = np.zeros((), np.int64)
-        self.codecs = "int8" if options.side == "int8" else ""
+        self.codecs = codecs
         self.began: list[float] = []
 
     def compute(self, step: int, slots: Sequence[int]) -> np.ndarray:
@@ -87,17 +61,17 @@ class Toy:
         self.state = np.load(folder / "state.npy")
 
 
-def run_elastic(options: Options) -> None:
+def run_elastic(side: str, folder: str, megabytes: str, milliseconds: str) -> None:
     """Be one island; all wait for the others, and then take equal shares."""
     from shardtrain.elastic import sockets
     from shardtrain.elastic.island import ElasticIsland
     from shardtrain.elastic.member import Membership
 
-    if options.side in ("tls", "int8"):
+    if side in ("tls", "int8"):
         sockets.listen_local = lambda name: None
-    toy = Toy(options)
-    membership = Membership(num_slots=ISLANDS, num_steps=options.steps, min_members=ISLANDS)
-    island = ElasticIsland(options.folder, toy, membership, host="127.0.0.1", report=lambda line: None)
+    toy = Toy(megabytes, milliseconds, "int8" if side == "int8" else "")
+    membership = Membership(num_slots=ISLANDS, num_steps=STEPS, min_members=ISLANDS)
+    island = ElasticIsland(Path(folder), toy, membership, host="127.0.0.1", report=lambda line: None)
     # as MPI has it: one slot each, whatever is measured
     island._measure = lambda slots_per_second: None
     with island:
@@ -106,12 +80,12 @@ def run_elastic(options: Options) -> None:
     show(toy)
 
 
-def run_mpi(options: Options) -> None:
+def run_mpi(megabytes: str, milliseconds: str) -> None:
     """Be one rank."""
     from mpi4py import MPI
 
-    toy = Toy(options)
-    for step in range(options.steps):
+    toy = Toy(megabytes, milliseconds)
+    for step in range(STEPS):
         total = toy.compute(step, (0,))
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total)
         toy.apply(step, total)
@@ -123,49 +97,48 @@ def show(toy: Toy) -> None:
     sys.stdout.write(f"{median(steps)}\n")
 
 
-def launch(options: Options, side: str) -> float:
+def launch(side: str, megabytes: float, milliseconds: float) -> float:
     """Return the median seconds of a step of a launch."""
-    words = [sys.executable, __file__]
-    for name in ("steps", "megabytes", "milliseconds"):
-        value = getattr(options, name)
-        words += [f"--{name}", str(value[0] if isinstance(value, tuple) else value)]
-    with TemporaryDirectory() as folder:
-        if side in ISLAND_SIDES:
-            words += ["--side", ISLAND_SIDES[side], "--folder", folder]
+    sizes, this = (str(megabytes), str(milliseconds)), (sys.executable, __file__)
+    if side in ISLAND_SIDES:
+        with TemporaryDirectory() as folder:
+            words = [*this, "island", ISLAND_SIDES[side], folder, *sizes]
             islands = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(ISLANDS)]
             lines = [island.communicate()[0] for island in islands]
-        else:
-            env = os.environ | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} | (TCP if side == "MPI, TCP" else {})
-            words = ["mpiexec", "-n", str(ISLANDS), *words, "--side", "mpi"]
-            done = subprocess.run(words, env=env, stdout=subprocess.PIPE, text=True, check=True)
-            lines = done.stdout.splitlines()
+    else:
+        env = os.environ | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} | (TCP if side == "MPI, TCP" else {})
+        words = ["mpiexec", "-n", str(ISLANDS), *this, "rank", *sizes]
+        lines = subprocess.check_output(words, env=env, text=True).splitlines()
     return median(map(float, lines))
 
 
-def main(options: Options) -> None:
-    if options.side:
-        (run_mpi if options.side == "mpi" else run_elastic)(options)
-        return
+def main(
+    megabytes: tuple[float, ...] = (1, 4, 16), milliseconds: tuple[float, ...] = (5, 50), mpi: bool = True
+) -> None:
+    """Print a row for each size of gradients and time of a step's computation.
+
+    Args:
+      mpi: measure MPI too, for which a network namespace of its own has no device.
+    """
     pairs = {"islands, TLS": "MPI, TCP", "islands, local": "MPI, memory"}
-    pairs, rows = pairs if options.mpi else {"islands, TLS, int8": "islands, TLS"}, []
+    pairs, rows = pairs if mpi else {"islands, TLS, int8": "islands, TLS"}, []
     sides = list(dict.fromkeys([*ISLAND_SIDES, *pairs.values()]))
-    for milliseconds in options.milliseconds:
-        for megabytes in options.megabytes:
-            case = Options(megabytes=(megabytes,), milliseconds=(milliseconds,), steps=options.steps)
-            calls = {side: partial(launch, case, side) for side in sides}
-            seconds = take_turns(calls, options.rounds, options.seed)
-            rows.append([
-                f"{milliseconds:g}", f"{megabytes:g}",
-                *[f"{1000 * median(seconds[side]):.1f}" for side in sides],
-                *[
-                    spread([x / y for x, y in zip(seconds[side], seconds[of_mpi], strict=True)])
-                    for side, of_mpi in pairs.items()
-                ],
-            ])  # fmt: skip
+    for computed, size in product(milliseconds, megabytes):
+        calls = {side: partial(launch, side, size, computed) for side in sides}
+        seconds = take_turns(calls, ROUNDS, 0)
+        shown = [f"{1000 * median(seconds[side]):.1f}" for side in sides]
+        for side, other in pairs.items():
+            shown.append(str(spread([x / y for x, y in zip(seconds[side], seconds[other], strict=True)])))
+        rows.append([f"{computed:g}", f"{size:g}", *shown])
     ratios = [f"{side} / {other}" for side, other in pairs.items()]
     header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], *ratios]
     sys.stdout.write(markdown(header, rows) + "\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    if sys.argv[1:2] == ["island"]:
+        run_elastic(*sys.argv[2:])
+    elif sys.argv[1:2] == ["rank"]:
+        run_mpi(*sys.argv[2:])
+    else:
+        tyro.cli(main, description=__doc__)

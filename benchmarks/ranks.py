@@ -15,6 +15,7 @@ from shardtrain import CheckpointPolicy, Run, Text
 from shardtrain.islands.binding import bind_cpus
 from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 PERIOD_SECONDS, LEAST_SECONDS = 0.004, 0.001
 """The period of a quota, short beside a step, and the shortest quota that the kernel gives."""
@@ -41,6 +42,23 @@ def run_command(*words: object, before: Sequence[str] = (), **environment: str) 
         ended = f"{' '.join(command)} ended with {found.returncode}"
         sys.exit(f"{ended}:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
     return found.stdout
+
+
+def train(
+    path: str, folder: Path, *words: object, launch: Sequence[object] = (), **given: Any
+) -> tuple[str, list[dict[str, float]]]:
+    """Train a run, and return what is printed, and the lines of metrics that have a loss.
+
+    Args:
+      path: the run file.
+      folder: for the run folder, `run`, and logs.
+      words: options of the run.
+      launch: options of `launch`; without any there is one process.
+      given: of `run_command`.
+    """
+    launched = ("launch", *launch, "--logs", folder / "logs", "--") if launch else ()
+    printed = run_command(*launched, "train", path, "--run-dir", folder / "run", *words, **given)
+    return printed, [line for line in read_jsonl(folder / "run" / "metrics.jsonl") if "train/loss" in line]
 
 
 def bind() -> None:

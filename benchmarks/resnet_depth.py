@@ -1,13 +1,12 @@
 """A deep ResNet-v2 on one device and as pipelines across islands: losses, time to the first step, memory.
 
-    python benchmarks/resnet_depth.py [--depth 1001] [--stack 11] [--steps 5] [--ways one 2x2 3x2]
+    python benchmarks/resnet_depth.py [--depth 1001] [--stack 11] [--ways one 2x2 3x2]
     python benchmarks/resnet_depth.py --predict
 
 Runs examples/digits_resnet.py with its equal blocks in stacks, each way a run of its own. With `--predict`
 nothing runs: it prints how many times as fast as one node the planner expects up to 512 nodes to be.
 """
 
-import argparse
 import re
 import tempfile
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from ranks import run_command
+import tyro
+from ranks import train
 
 from shardtrain import classification_loss
 from shardtrain.functional.nnx_model import convert_model
@@ -26,18 +26,19 @@ from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.search import data_parallel, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
-from shardtrain.report.sinks.json_lines import read_jsonl
 
-STAGES = ["--across", "pipeline", "--stages", "flops", "--partitions"]
+STAGES = "--across pipeline --stages flops --partitions"
 WAYS = {
-    "one": (1, []),
-    "2 islands": (2, []),
-    **{
-        f"{stages}x{count}": (stages * count, [*STAGES, str(stages)]) for stages in (2, 3) for count in (1, 2)
-    },
+    "one": (1, ""),
+    "2 islands": (2, ""),
+    "2x1": (2, f"{STAGES} 2"),
+    "2x2": (4, f"{STAGES} 2"),
+    "3x2": (6, f"{STAGES} 3"),
 }
 """Name -> (islands, options); "2x2" are 2 stages x 2 replicas."""
-BATCH, MICROBATCHES = 32, 4
+COMMON = (
+    "--batch 32 --accumulate 4 --log-every 1 --evaluate-every None --model.filters 4 --model.num-groups 2"
+)
 
 NODE = Rates(flops_per_second=2e12, memory_bytes_per_second=1.6e11, kernel_seconds=1e-5, memory_bytes=1.6e11)
 """Assumed of a node of two Xeon 8280: half of the flops of its products, 0.8 of the rate of its memory."""
@@ -46,24 +47,22 @@ NODES = Machine(rates=NODE, devices_per_node=1, node_link=Link(bytes_per_second=
 IMAGES_PER_NODE = 64
 
 
-def run(way: str, depth: int, stack: int, steps: int, folder: Path) -> tuple[list[float], float, float, str]:
+def run(way: str, depth: int, stack: int, steps: int) -> tuple[list[float], float, float, str]:
     """Return the losses, seconds to the end, seconds of the fastest step, and the line of peak memory."""
     num_islands, options = WAYS[way]
-    launch = ["launch", "--islands", num_islands, "--"] if num_islands > 1 else []
-    model = {"depth": depth, "filters": 4, "num-groups": 2, "stack": stack}
-    command = [*launch, "train", "examples/digits_resnet.py", "--batch", BATCH, "--steps", steps]
-    command += [word for name, value in model.items() for word in (f"--model.{name}", value)]
-    command += ["--accumulate", MICROBATCHES, "--log-every", 1, "--evaluate-every", None, *options]
+    launch = ("--islands", num_islands) if num_islands > 1 else ()
+    words = [*COMMON.split(), *options.split(), "--model.depth", depth, "--model.stack", stack]
     begin = time.monotonic()
-    printed = run_command(*command, "--run-dir", folder, JAX_PLATFORMS="cpu")
-    seconds = time.monotonic() - begin
-    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), "examples/digits_resnet.py"
+        printed, lines = train(model, folder, *words, "--steps", steps, launch=launch, JAX_PLATFORMS="cpu")
+        seconds = time.monotonic() - begin
     peak = re.search(r"peak memory of .*", printed)
     fastest = min(1 / line["updates_per_second"] for line in lines if line.get("updates_per_second"))
     return [line["train/loss"] for line in lines], seconds, fastest, peak[0] if peak else ""
 
 
-def predict(depth: int, stack: int) -> None:
+def predict_nodes(depth: int, stack: int) -> None:
     """Print the predicted throughput of up to 512 nodes over that of one, with 32 x 32 images."""
     config = ResNetConfig(depth=depth, height=32, width=32, classes=10, stack=stack)
     one = 0.0
@@ -86,33 +85,30 @@ def predict(depth: int, stack: int) -> None:
         print(f"| {nodes} | {seconds:.3f} | {' | '.join(ratios)} | {best.choice.layout.mesh} |", flush=True)
 
 
-def main() -> None:
+def main(
+    depth: int = 1001,
+    stack: int = 11,
+    steps: int = 5,
+    ways: tuple[str, ...] = ("one", "2x2", "3x2"),
+    predict: bool = False,
+) -> None:
     """Print a row for each way, and fail where a loss is not that of the first."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, default in (("depth", 1001), ("stack", 11), ("steps", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["one", "2x2", "3x2"])
-    parser.add_argument("--predict", action="store_true")
-    options = parser.parse_args()
-    if options.predict:
-        predict(options.depth, options.stack)
+    if predict:
+        predict_nodes(depth, stack)
         return
     print("| way | losses | s in all | s of a step | memory |\n|---|---|--:|--:|---|", flush=True)
     reference: list[float] = []
     worst = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for way in options.ways:
-            losses, seconds, step, peak = run(
-                way, options.depth, options.stack, options.steps, Path(folder) / way.replace(" ", "_")
-            )
-            reference = reference or losses
-            worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses, reference, strict=True)))
-            text = ", ".join(f"{loss:.6f}" for loss in losses)
-            print(f"| {way} | {text} | {seconds:.0f} | {step:.2f} | {peak} |", flush=True)
+    for way in ways:
+        losses, seconds, step, peak = run(way, depth, stack, steps)
+        reference = reference or losses
+        worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses, reference, strict=True)))
+        text = ", ".join(f"{loss:.6f}" for loss in losses)
+        print(f"| {way} | {text} | {seconds:.0f} | {step:.2f} | {peak} |", flush=True)
     print(f"\nlargest relative difference from the first: {worst:.1e}")
     if worst > 1e-4:
         raise SystemExit("the losses are not those of the first")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

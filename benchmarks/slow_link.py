@@ -1,23 +1,21 @@
 """Ways to add up the gradients of four islands on two hosts, over a slow link between them (S-Caffe).
 
-    python benchmarks/slow_link.py [--megabits 100] [--steps 40]
+    python benchmarks/slow_link.py [--steps 40]
 
 Hosts are network namespaces of this machine (tests/faults/network.py), whose links traffic control limits;
 both train the model of examples/gpt_text.py. Needs Linux, and root or user namespaces.
 """
 
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import tyro
-from paired import markdown
-from ranks import ROOT, run_command
-
-from shardtrain.report.sinks.json_lines import read_jsonl
+from paired import markdown, take_turns
+from ranks import ROOT, train
 
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
 from network import Hosts  # pyright: ignore[reportMissingImports]
@@ -26,31 +24,19 @@ WAYS = ("root", "all_reduce", "hierarchical")
 """Values of --reduce."""
 
 NOT_STEPS = ("seconds/save", "seconds/evaluation")
+MEGABITS, ROUNDS = "100", 3
+"""What the link of a host lets through in a second; in each round all ways run in turn."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      megabits: that the link of a host lets through in a second.
-      steps: of each run; the first ten do not count.
-      rounds: in each all ways run in turn.
-    """
-
-    megabits: int = 100
-    steps: int = 40
-    rounds: int = 3
-
-
-def train(hosts: Any, reduce: str, steps: int, folder: Path) -> tuple[float, float, float]:
+def measure(hosts: Any, reduce: str, steps: int, root: str) -> tuple[float, float, float]:
     """Return the median seconds of a step, the part that waits for other islands, and the last loss."""
-    places = ",".join(f"{name}:2" for name in hosts.names)
-    fixed = {"reduce": reduce, "steps": steps, "log-every": 1, "evaluate-every": None, "sinks": "jsonl"}
-    run_command(
-        *("launch", "--hosts", places, "--", "train", "examples/gpt_text.py", "--cpu-devices", 1),
-        *(word for name, value in fixed.items() for word in (f"--{name}", value)),
-        *("--run-dir", folder),
+    fixed = "--log-every 1 --evaluate-every None --sinks jsonl --cpu-devices 1"
+    words = ("--reduce", reduce, "--steps", steps, *fixed.split())
+    _, lines = train(
+        "examples/gpt_text.py",
+        Path(mkdtemp(dir=root)),
+        *words,
+        launch=("--hosts", ",".join(f"{name}:2" for name in hosts.names)),
         before=hosts.command(0, []),
         HYDRA_LAUNCHER="ssh",
         HYDRA_LAUNCHER_EXEC=str(hosts.remote),
@@ -58,25 +44,20 @@ def train(hosts: Any, reduce: str, steps: int, folder: Path) -> tuple[float, flo
         UCX_TLS="tcp,self",
         UCX_NET_DEVICES="eth0",
     )
-    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
     timed = [line for line in lines if line["step"] > 10]
     kinds = [name for name in timed[0] if name.startswith("seconds/") and name not in NOT_STEPS]
     seconds = median(sum(line[kind] for kind in kinds) for line in timed)
     return seconds, median(line["seconds/islands"] for line in timed) / seconds, lines[-1]["train/loss"]
 
 
-def main(options: Options) -> None:
-    """Print a row for each way."""
-    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+def main(steps: int = 40) -> None:
+    """Print a row for each way; the first ten steps of a run do not count."""
     with TemporaryDirectory() as name, Hosts(2, Path(name)) as hosts:
         if hosts.forbidden:
             raise SystemExit(f"network namespaces cannot be made here: {hosts.forbidden}")
         for host in range(2):
-            hosts.turn(host, "limit", str(options.megabits))
-        for number in range(options.rounds):
-            for way in WAYS:
-                found[way].append(train(hosts, way, options.steps, Path(name) / f"{way}{number}"))
-                print(way, *found[way][-1], flush=True)
+            hosts.turn(host, "limit", MEGABITS)
+        found = take_turns({way: partial(measure, hosts, way, steps, name) for way in WAYS}, ROUNDS, 0)
     rows = []
     for way, runs in found.items():
         of_rounds = [run[0] / first[0] for run, first in zip(runs, found[WAYS[0]], strict=True)]
@@ -87,4 +68,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

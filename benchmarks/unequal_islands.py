@@ -19,15 +19,14 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tyro
 from paired import markdown, take_turns
-from ranks import follow_quota, read_seconds, run_command, text_run, write_time
+from ranks import follow_quota, read_seconds, run_command, text_run, train, write_time
 
 from shardtrain import Hook, Run
 from shardtrain.islands.rank_environment import find_rank_environment
-from shardtrain.report.sinks.json_lines import read_jsonl
 
 EQUAL, AUTO = "equal shares", "--shares auto"
 CHANGED = "rows of the islands from now on: "
@@ -56,12 +55,11 @@ def run() -> Run:
     return text_run(128, 256, 4, batch=24, evaluate_batches=1, hooks=hooks)
 
 
-def train(folder: Path, quotas: Sequence[Quota], *words: object, cluster: Path | None = None) -> str:
-    """Train with these options; return what is printed."""
-    islands = ("--cluster", cluster) if cluster else ("--islands", len(quotas))
-    told = json.dumps([str(folder / "times"), quotas])
-    launch = ("launch", *islands, "--logs", folder / "logs", "--")
-    return run_command(*launch, "train", __file__, "--run-dir", folder / "run", *words, **{QUOTAS: told})
+def train_slowed(folder: Path, quotas: Sequence[Quota], *words: object, cluster: Path | None = None) -> Any:
+    """Train with these options, see `train`."""
+    told = {QUOTAS: json.dumps([str(folder / "times"), quotas])}
+    launch = ("--cluster", cluster) if cluster else ("--islands", len(quotas))
+    return train(__file__, folder, *words, launch=launch, **told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +111,12 @@ def measure_shares(options: Options, shares: str, root: Path) -> Result:
     slow = (1 / options.slow, QUOTA_STEP, half if options.change else steps)
     first = (1 / options.slow if options.change else 1.0, half, steps)
     model = ("--model.embed", 128, "--model.num-layers", 2, "--steps", steps, "--batch", options.rows)
-    printed = train(folder := Path(mkdtemp(dir=root)), (first, slow), *model, "--shares", shares)
+    folder = Path(mkdtemp(dir=root))
+    printed, lines = train_slowed(folder, (first, slow), *model, "--shares", shares)
     changes = [line for line in printed.splitlines() if CHANGED in line]
     rows = [options.rows // 2] * 2
     if changes:
         rows = [int(n) for n in changes[-1].partition(CHANGED)[2].partition(";")[0].split(", ")]
-    lines = [line for line in read_jsonl(folder / "run" / "metrics.jsonl") if "train/loss" in line]
     # a line right after a change of the rows has none
     own = [median(line[n] for line in lines[-3:] if n in line) for n in ("own_seconds/0", "own_seconds/1")]
     return Result(
@@ -214,7 +212,7 @@ def measure_way(way: Way, batch: int, root: Path) -> float:
     (strategy := folder / "strategy.toml").write_text(way.strategy)
     quotas = [(CORES[island], QUOTA_STEP, PLANNED_STEPS) for island in way.islands]
     words = ("--batch", batch, "--steps", PLANNED_STEPS, "--strategy", strategy)
-    train(folder, quotas, *words, cluster=way.cluster)
+    train_slowed(folder, quotas, *words, cluster=way.cluster)
     return read_seconds(folder / "times", MEASURED)
 
 

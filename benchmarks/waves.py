@@ -25,13 +25,12 @@ import jax
 import numpy as np
 import tyro
 from paired import markdown
-from ranks import follow_quota, run_command, text_run, write_time
+from ranks import follow_quota, text_run, train, write_time
 
 from shardtrain import Hook, Optimizer, Recovery, Run, Schedule, Strategy
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import find_rank_environment
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.waves import read_wave_log, wave_file
 
 ISLANDS, EVERY = 2, 4
@@ -183,11 +182,9 @@ def find_staleness(folder: Path) -> int | None:
 def measure(name: str, options: Options) -> Result:
     """Train once."""
     with TemporaryDirectory() as root:
+        folder, first = Path(root), options.first_step
         told = {TOLD: json.dumps(asdict(options)), TIMES: f"{root}/times"}
-        launch = ("launch", "--islands", ISLANDS, "--logs", f"{root}/logs", "--")
-        run_command(*launch, "train", __file__, "--run-dir", f"{root}/run", *WAYS[name].split(), **told)
-        folder, first = Path(root, "run"), options.first_step
-        lines = read_jsonl(folder / "metrics.jsonl")
+        _, lines = train(__file__, folder, *WAYS[name].split(), launch=("--islands", ISLANDS), **told)
         points = read_curve(lines, first)
         seconds, _ = points[-1]
         return Result(
@@ -195,7 +192,7 @@ def measure(name: str, options: Options) -> Result:
             heldout=lines[-1]["heldout/loss"],
             step_seconds=seconds / (options.steps - first),
             waiting=sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds,
-            staleness=find_staleness(folder),
+            staleness=find_staleness(folder / "run"),
             curve=points,
         )
 
