@@ -10,9 +10,9 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import overhead
@@ -33,15 +33,8 @@ LLAMA_1B = DecoderConfig(
 LLAMA_8B_SLICE = replace(LLAMA_1B, seq=8192, embed=4096, num_layers=4, mlp=14_336, tied=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and how much of it is one step.
-
-    Args:
-      config: the model.
-      rows: of a step.
-      rounds: blocks of each loop.
-    """
+class Case(NamedTuple):
+    """A model, rows of a step, and blocks of each loop."""
 
     config: DecoderConfig
     rows: int
@@ -52,24 +45,11 @@ class Case:
 ROOMY: Mapping[str, Any] = {"remat": "weights", "loss_chunk": None}
 CASES = {
     # the vocabulary is filled up to a multiple of 128, as nanoGPT does: 50,257 columns do not align
-    "gpt2-124m": Case(config=gpt2(dtype="bfloat16", vocab=50304), rows=32, rounds=8),
-    "llama-1b": Case(config=replace(LLAMA_1B, **ROOMY), rows=8),
-    "llama-8b, 4 of 32 blocks": Case(config=replace(LLAMA_8B_SLICE, **ROOMY), rows=2),
+    "gpt2-124m": Case(gpt2(dtype="bfloat16", vocab=50304), rows=32, rounds=8),
+    "llama-1b": Case(replace(LLAMA_1B, **ROOMY), rows=8),
+    "llama-8b, 4 of 32 blocks": Case(replace(LLAMA_8B_SLICE, **ROOMY), rows=2),
 }
 """Name -> what one step is of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to run.
-
-    Args:
-      models: names, from those of this file; by default all.
-      steps: of a block of each loop.
-    """
-
-    models: tuple[str, ...] = tuple(CASES)
-    steps: int = 12
 
 
 STARTED = ("model", "first start, s", "second start, s", "peak memory")
@@ -99,10 +79,10 @@ def started(name: str) -> tuple[str, ...]:
     return name, *(f"{seconds:.1f}" for seconds, _ in starts), peak.rpartition(": ")[2]
 
 
-def measured(name: str, steps: int) -> tuple[str, ...]:
+def measured(name: str) -> tuple[str, ...]:
     """Run a model in both loops; return the figures."""
     case = CASES[name]
-    figures = overhead.measure(overhead.Options(steps=steps, rounds=case.rounds), case.config, case.rows)
+    figures = overhead.measure(overhead.Options(steps=12, rounds=case.rounds), case.config, case.rows)
     spreads = (figures.spreads[pair]["step_seconds"] for pair in ("whole loop", "compiled step alone"))
     seconds = figures.step_seconds[overhead.TOOLKIT]
     tokens_per_second = case.rows * case.config.seq / seconds
@@ -119,14 +99,15 @@ def measured(name: str, steps: int) -> tuple[str, ...]:
     )
 
 
-def main(options: Options) -> None:
+def main(models: tuple[str, ...] = tuple(CASES)) -> None:
+    """Print the figures of models."""
     # processes first, whose memory this one would keep; printed one by one, in case the next does not fit
-    for name in options.models:
+    for name in models:
         print(markdown(STARTED, [started(name)]), flush=True)
-    for name in options.models:
-        print(markdown(MEASURED, [measured(name, options.steps)]), flush=True)
+    for name in models:
+        print(markdown(MEASURED, [measured(name)]), flush=True)
     print(f"{jax.devices()[0].device_kind}; jax {jax.__version__}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -149,37 +149,24 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     return text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Islands by their numbers, and the strategy file that trains them; None as cluster: no cluster file."""
+class Way(NamedTuple):
+    """Islands by their numbers, the options that train them, and their cluster file, if there is one."""
 
     islands: tuple[int, ...]
-    strategy: str
+    options: str
     cluster: Path | None = None
 
 
-def pipelines(partitions: int, stages: str, shares: str = "", microbatches: int = 4) -> str:
-    """Return the strategy of pipelines."""
-    given = f"partitions = {partitions}\n" + (f"shares = [{shares}]\n" if shares else "")
-    return (
-        f'accumulate = {microbatches}\n[across]\naxis = "pipeline"\n{given}[pipeline]\nstages = "{stages}"\n'
-    )
-
-
-def replicas(shares: str) -> str:
-    """Return the strategy of replicas."""
-    return f"[across]\nshares = [{shares}]\n"
-
-
+PIPELINE = "--across pipeline --partitions 2"
 HAND_MADE = {
-    "a fast island": Way(islands=(0,), strategy=""),
-    "2 fast, equal rows": Way(islands=(0, 1), strategy=replicas("1, 1")),
-    "2 fast and half, rows 2:2:1": Way(islands=(0, 1, 2), strategy=replicas("2, 2, 1")),
-    "all, rows 4:4:2:1": Way(islands=(0, 1, 2, 3), strategy=replicas("4, 4, 2, 1")),
-    "all, equal rows": Way(islands=(0, 1, 2, 3), strategy=replicas("1, 1, 1, 1")),
-    "2 fast, a pipeline": Way(islands=(0, 1), strategy=pipelines(2, "2,2")),
-    "all, node distribution": Way(islands=(0, 1, 2, 3), strategy=pipelines(2, "2,2", "2, 1", 2)),
-    "all, equal distribution": Way(islands=(0, 2, 1, 3), strategy=pipelines(2, "3,1", "1, 1", 3)),
+    "a fast island": Way((0,), ""),
+    "2 fast, equal rows": Way((0, 1), "--shares 1,1"),
+    "2 fast and half, rows 2:2:1": Way((0, 1, 2), "--shares 2,2,1"),
+    "all, rows 4:4:2:1": Way((0, 1, 2, 3), "--shares 4,4,2,1"),
+    "all, equal rows": Way((0, 1, 2, 3), "--shares 1,1,1,1"),
+    "2 fast, a pipeline": Way((0, 1), f"{PIPELINE} --stages 2,2 --accumulate 4"),
+    "all, node distribution": Way((0, 1, 2, 3), f"{PIPELINE} --stages 2,2 --accumulate 2 --shares 2,1"),
+    "all, equal distribution": Way((0, 2, 1, 3), f"{PIPELINE} --stages 3,1 --accumulate 3 --shares 1,1"),
 }
 """Name -> a way that somebody may write; shares and cuts are by the speeds 4, 4, 2, 1."""
 
@@ -209,9 +196,8 @@ def measure_core() -> dict[str, float]:
 def measure_way(way: Way, batch: int, root: Path) -> float:
     """Train in a way and return the seconds of a step."""
     folder = Path(mkdtemp(dir=root))
-    (strategy := folder / "strategy.toml").write_text(way.strategy)
     quotas = [(CORES[island], QUOTA_STEP, PLANNED_STEPS) for island in way.islands]
-    words = ("--batch", batch, "--steps", PLANNED_STEPS, "--strategy", strategy)
+    words = ("--batch", batch, "--steps", PLANNED_STEPS, *way.options.split())
     train_slowed(folder, quotas, *words, cluster=way.cluster)
     return read_seconds(folder / "times", MEASURED)
 
@@ -224,12 +210,11 @@ def make_plan(batch: int, folder: Path) -> Way:
     written, _, names = text.rpartition("cluster: ")[2].partition(", with islands in this order: ")
     left = {"fast": [0, 1], "half": [2], "quarter": [3]}
     islands = tuple(left[name].pop(0) for name in names.splitlines()[0].split(", "))
-    found = strategy.read_text()
-    lines = found.partition("[predicted]")[2].strip().splitlines()
+    lines = strategy.read_text().partition("[predicted]")[2].strip().splitlines()
     predicted = sum(float(line.split(" = ")[1]) for line in lines if " = " in line)
     print(text[text.index("which islands help") :].partition("\nstrategy:")[0])
     print(f"predicted: {predicted:.4f} s a step", flush=True)
-    return Way(islands=islands, strategy=found, cluster=Path(written))
+    return Way(islands, f"--strategy {strategy}", Path(written))
 
 
 def main(options: Options) -> None:
