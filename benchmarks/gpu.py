@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import loops
 import overhead
 import startup
 import tyro
@@ -83,8 +84,7 @@ def measured(name: str) -> tuple[str, ...]:
     """Run a model in both loops; return the figures."""
     case = CASES[name]
     figures = overhead.measure(overhead.Options(steps=12, rounds=case.rounds), case.config, case.rows)
-    spreads = (figures.spreads[pair]["step_seconds"] for pair in ("whole loop", "compiled step alone"))
-    seconds = figures.step_seconds[overhead.TOOLKIT]
+    seconds = figures.step_seconds(overhead.TOOLKIT)
     tokens_per_second = case.rows * case.config.seq / seconds
     device = find_device(jax.devices()[0].device_kind)
     peak = (device and device.matrix_flops_per_second) or math.nan
@@ -94,8 +94,8 @@ def measured(name: str) -> tuple[str, ...]:
         f"{1e3 * seconds:.2f}",
         f"{tokens_per_second:,.0f}",
         f"{tokens_per_second * flops_per_token(case.config) / peak:.1%}",
-        *map(str, spreads),
-        f"{figures.difference:.1e}",
+        *(str(figures.ratio(pair, "step_seconds")) for pair in ("whole loop", "compiled step alone")),
+        f"{loops.largest_difference(*figures.losses):.1e}",
     )
 
 

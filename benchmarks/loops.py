@@ -5,7 +5,7 @@ Same model, optimizer, batches and order. Both read a loss as late as `trainer/l
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -149,19 +149,19 @@ class Toolkit:
         named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
         optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, convert_model(config).dims)
         self.step = step = Stepper(config, optimizer=optimizer, rate=rate, num_devices=num)
-        self.state = step.state
         shard = batch_shard([batch], 0, step.mesh, step.axes, 1)
         batches = Batches(source=source, batch=batch, rows=shard.rows)
         self.feed = Feed(Loader(batches, {batch: shard}, step.mesh, step.axes, 1))
-        self.reading = ExitStack()
-        self.reading.enter_context(self.feed.reading(Position(epoch=0, index=0)))
+        stack = ExitStack()
+        self.close = stack.close
+        stack.enter_context(self.feed.reading(Position(epoch=0, index=0)))
         self.coordination = Coordination()
         # its data is `source`, which is read above
         data = SimpleNamespace(train=lambda folder: source, heldout=lambda folder: None)
         self.run = Run(model=config, data=data, optimizer=named, batch=batch, evaluate_every=None)
         self.done = 0
         self.metrics = folder / "metrics.jsonl"
-        self.sink = JsonLines(self.metrics, resume_after=None)
+        self.sink = stack.enter_context(closing(JsonLines(self.metrics, resume_after=None)))
         self.progress = progress(total_steps=SCHEDULE_STEPS, console=Console(quiet=True))
 
     def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
@@ -191,8 +191,8 @@ class Toolkit:
             totals=RunTotals(),
             spent=UsageLog(activity),
         )
-        start = StartPoint(state=self.state, step=self.done, position=Position(epoch=0, index=0))
-        self.state, self.done = run_loop(session, start, last, self.sink, StopSignals())
+        start = StartPoint(state=self.step.state, step=self.done, position=Position(epoch=0, index=0))
+        self.step.state, self.done = run_loop(session, start, last, self.sink, StopSignals())
 
     def first_losses(self, steps: int) -> list[float]:
         """Run some steps; return the losses of all so far."""
@@ -201,16 +201,7 @@ class Toolkit:
 
     def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
         """The compiled step alone, on a batch that is on the mesh already."""
-
-        def step() -> jax.Array:
-            self.state, metrics = self.step.step(self.state, batch)
-            return metrics["loss_sum"]
-
-        run_late(ticks, steps, step)
-
-    def close(self) -> None:
-        self.reading.close()
-        self.sink.close()
+        run_late(ticks, steps, lambda: self.step(batch)["loss_sum"])
 
 
 def no_checkpoints(last: int) -> Any:

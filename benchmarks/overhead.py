@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import tyro
@@ -55,24 +55,20 @@ class Options:
     compare: int = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What came out.
-
-    Args:
-      losses: of the first steps, (hand-written, toolkit).
-      step_seconds: side -> the median of its blocks' median steps.
-      spreads: pair of sides -> field of `Block` -> ratio.
-    """
+class Figures(NamedTuple):
+    """Losses of the first steps, (hand-written, toolkit), and side -> blocks."""
 
     losses: tuple[list[float], list[float]]
-    step_seconds: dict[str, float]
-    spreads: dict[str, dict[str, Spread]]
+    blocks: dict[str, list[Block]]
 
-    @property
-    def difference(self) -> float:
-        """The largest relative difference of the losses."""
-        return largest_difference(*self.losses)
+    def step_seconds(self, side: str) -> float:
+        """Return the median of its blocks' median steps."""
+        return median(block.step_seconds for block in self.blocks[side])
+
+    def ratio(self, pair: str, field: str) -> Spread:
+        """Return the ratio of a pair of `PAIRS` in a field of `Block`."""
+        side, over = PAIRS[pair]
+        return ratios(field, self.blocks[side], self.blocks[over])
 
 
 def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
@@ -95,14 +91,7 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
                 TOOLKIT_STEP: partial(toolkit.bare, steps=steps, batch=toolkit_batch),
             }
             blocks = time_rounds(sides, options.rounds, STEPS_LATE, 0, options.quiet)
-    return Figures(
-        losses=losses,
-        step_seconds={side: median(block.step_seconds for block in found) for side, found in blocks.items()},
-        spreads={
-            pair: {field: ratios(field, blocks[side], blocks[over]) for field in Block._fields}
-            for pair, (side, over) in PAIRS.items()
-        },
-    )
+    return Figures(losses, blocks)
 
 
 def main(options: Options) -> None:
@@ -110,11 +99,13 @@ def main(options: Options) -> None:
     print(
         f"{options.model}; {options.rounds} rounds of {options.steps} steps;"
         f" {jax.devices()[0].device_kind}; {os.cpu_count()} cores; jax {jax.__version__}\n"
-        f"losses of the first {options.compare} steps differ by at most {found.difference:.1e} of their value"
+        f"losses of the first {options.compare} steps differ by {largest_difference(*found.losses):.1e} at most"
     )
-    print(markdown(["side", "ms a step"], [(k, f"{1e3 * v:.2f}") for k, v in found.step_seconds.items()]))
+    rows = [(side, f"{1e3 * found.step_seconds(side):.2f}") for side in found.blocks]
+    print(markdown(["side", "ms a step"], rows))
     header = ["ratio within a round (95 %)", "median step", "whole block", "processor time"]
-    print(markdown(header, [(pair, *spreads.values()) for pair, spreads in found.spreads.items()]))
+    spreads = [(pair, *(found.ratio(pair, field) for field in Block._fields)) for pair in PAIRS]
+    print(markdown(header, spreads))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """What benchmarks of several ranks share: a command, cores, a run of real text, a quota of processor time."""
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardtrain import CheckpointPolicy, Run, Text
+from shardtrain import CheckpointPolicy, Hook, Run, Text
 from shardtrain.islands.binding import bind_cpus
 from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.models.decoder import DecoderConfig
@@ -44,18 +45,33 @@ def run_command(*words: object, before: Sequence[str] = (), **environment: str) 
     return found.stdout
 
 
+Quota = tuple[float, int, int]
+"""Part of a core, and the steps after which it begins and ends."""
+
+QUOTAS = "BENCHMARK_QUOTAS"
+"""Environment variable of a `text_run`: the file for the times of its steps, and the quota of each rank."""
+
+
 def train(
-    path: str, folder: Path, *words: object, launch: Sequence[object] = (), **given: Any
+    path: str,
+    folder: Path,
+    *words: object,
+    launch: Sequence[object] = (),
+    quotas: Sequence[Quota] = (),
+    **given: Any,
 ) -> tuple[str, list[dict[str, float]]]:
     """Train a run, and return what is printed, and the lines of metrics that have a loss.
 
     Args:
       path: the run file.
-      folder: for the run folder, `run`, and logs.
+      folder: for the run folder, `run`, logs, and the times of steps, `times`.
       words: options of the run.
       launch: options of `launch`; without any there is one process.
+      quotas: of each rank of a `text_run`, whose steps are timed.
       given: of `run_command`.
     """
+    if quotas:
+        given[QUOTAS] = json.dumps([str(folder / "times"), quotas])
     launched = ("launch", *launch, "--logs", folder / "logs", "--") if launch else ()
     printed = run_command(*launched, "train", path, "--run-dir", folder / "run", *words, **given)
     return printed, [line for line in read_jsonl(folder / "run" / "metrics.jsonl") if "train/loss" in line]
@@ -68,15 +84,47 @@ def bind() -> None:
 
 
 def text_run(seq: int, embed: int, num_layers: int, **fields: Any) -> Run:
-    """Return a run of a decoder on text that every machine with Python has; it saves nothing midway."""
+    """Return a run of a decoder on text that every machine with Python has; it saves nothing midway.
+
+    Where `train` gave quotas, this rank's begins and ends after its steps, whose times are written to a file.
+    """
+    hooks: tuple[Hook, ...] = ()
+    if QUOTAS in os.environ:
+        name, quotas = json.loads(os.environ[QUOTAS])
+        part, first, last = quotas[find_rank_environment(os.environ).rank]
+        if part < 1:
+            events = {first: (quota := CpuQuota(part)).begin, last: quota.end}
+            threading.Thread(target=follow, args=(Path(name), events), daemon=True).start()
+        hooks = (Hook(on_step=lambda step: write_time(Path(name))),)
     return Run(
         model=DecoderConfig(vocab=256, num_heads=4, seq=seq, embed=embed, num_layers=num_layers),
         data=Text(paths=tuple(sorted(Path(os.__file__).parent.glob("a*.py"))), seq=seq),
         evaluate_every=None,
         checkpoints=CheckpointPolicy(every_steps=None, every_minutes=None),
         sinks=("jsonl",),
+        hooks=hooks,
         **fields,
     )
+
+
+def write_time(times: Path) -> None:
+    """Add the time to a file, a line for each step."""
+    with times.open("a") as file:
+        file.write(f"{time.monotonic()}\n")
+
+
+def follow(times: Path, events: Mapping[int, Callable[[], None]]) -> None:
+    """Call a function after each of some steps, by the lines of a file of all ranks."""
+    for step, act in events.items():
+        while not times.is_file() or times.read_text().count("\n") < step:
+            time.sleep(0.01)
+        act()
+
+
+def read_seconds(times: Path, num_steps: int) -> float:
+    """Return the median seconds of the last steps."""
+    # a median: each process pauses once or twice in a run, for up to 1.5 s
+    return median(b - a for a, b in pairwise(map(float, times.read_text().split()[-num_steps - 1 :])))
 
 
 class CpuQuota:
@@ -131,34 +179,3 @@ class CpuQuota:
             if names.split(",")[0] == ("cpu" if self._is_v1 else ""):
                 return self._root / path.lstrip("/")
         return self._root
-
-
-def follow_quota(part: float, times: Path, first: int, last: int) -> None:
-    """Give this rank a quota from one step of a run to another, in a thread.
-
-    Args:
-      part: of a core, as of `CpuQuota`.
-      times: a file of all ranks, to which `write_time` adds a line in each step.
-      first, last: the quota begins and ends after these steps.
-    """
-    quota = CpuQuota(part)
-
-    def follow() -> None:
-        for step, act in (first, quota.begin), (last, quota.end):
-            while not times.is_file() or times.read_text().count("\n") < step:
-                time.sleep(0.01)
-            act()
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def write_time(times: Path) -> None:
-    """Add the time to a file, as a hook of each step."""
-    with times.open("a") as file:
-        file.write(f"{time.monotonic()}\n")
-
-
-def read_seconds(times: Path, num_steps: int) -> float:
-    """Return the median seconds of the last steps."""
-    # a median: each process pauses once or twice in a run, for up to 1.5 s
-    return median(b - a for a, b in pairwise(map(float, times.read_text().split()[-num_steps - 1 :])))

@@ -156,7 +156,7 @@ def main(rounds: int = 20) -> None:
         for name, num in {ONE: 1, ALL: DEVICES}.items():
             (own := folder / str(num)).mkdir()
             toolkits[name] = stack.enter_context(closing(loops.Toolkit(NANOGPT, source, BATCH, own, num)))
-        beside = TorchLoop(toolkits[ONE].state.params, hand.tokens)
+        beside = TorchLoop(toolkits[ONE].step.state.params, hand.tokens)
         losses = {TORCH: beside.loop([], COMPARED), HAND: hand.loop([], COMPARED)}
         losses |= {name: toolkit.first_losses(COMPARED) for name, toolkit in toolkits.items()}
         sides = {

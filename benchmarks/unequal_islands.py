@@ -10,56 +10,34 @@ trained unchanged, beside ways made by hand. Islands compile at full speed; thei
 `QUOTA_STEP` steps. This file is also the run. Figures: docs/benchmarks/unequal_islands.md.
 """
 
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tyro
 from paired import markdown, take_turns
-from ranks import follow_quota, read_seconds, run_command, text_run, train, write_time
+from ranks import read_seconds, run_command, text_run, train
 
-from shardtrain import Hook, Run
-from shardtrain.islands.rank_environment import find_rank_environment
+from shardtrain import Run
 
 EQUAL, AUTO = "equal shares", "--shares auto"
 CHANGED = "rows of the islands from now on: "
 """Begins the text that a run prints when rows change."""
 
-QUOTAS = "UNEQUAL_QUOTAS"
-"""Environment variable of a run: the file for the times of its steps, and the quota of each island."""
 QUOTA_STEP, PLANNED_STEPS, MEASURED = 5, 25, 16
 CORES = (0.25, 0.25, 0.125, 0.0625)
 """Part of a core of the islands of a plan: two fast ones and two slower ones."""
 NAMES = ("fast", "half", "quarter")
 
-Quota = tuple[float, int, int]
-"""Part of a core, and the steps after which it begins and ends."""
-
 
 def run() -> Run:
-    """Return the run; where it is measured, each rank then has its quota."""
-    hooks: tuple[Hook, ...] = ()
-    if QUOTAS in os.environ:
-        name, quotas = json.loads(os.environ[QUOTAS])
-        part, first, last = quotas[find_rank_environment(os.environ).rank]
-        if part < 1:
-            follow_quota(part, Path(name), first, last)
-        hooks = (Hook(on_step=lambda step: write_time(Path(name))),)
-    return text_run(128, 256, 4, batch=24, evaluate_batches=1, hooks=hooks)
-
-
-def train_slowed(folder: Path, quotas: Sequence[Quota], *words: object, cluster: Path | None = None) -> Any:
-    """Train with these options, see `train`."""
-    told = {QUOTAS: json.dumps([str(folder / "times"), quotas])}
-    launch = ("--cluster", cluster) if cluster else ("--islands", len(quotas))
-    return train(__file__, folder, *words, launch=launch, **told)
+    """Return the run."""
+    return text_run(128, 256, 4, batch=24, evaluate_batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +88,9 @@ def measure_shares(options: Options, shares: str, root: Path) -> Result:
     half, steps = options.steps // 2, options.steps
     slow = (1 / options.slow, QUOTA_STEP, half if options.change else steps)
     first = (1 / options.slow if options.change else 1.0, half, steps)
-    model = ("--model.embed", 128, "--model.num-layers", 2, "--steps", steps, "--batch", options.rows)
-    folder = Path(mkdtemp(dir=root))
-    printed, lines = train_slowed(folder, (first, slow), *model, "--shares", shares)
+    folder, model = Path(mkdtemp(dir=root)), ("--model.embed", 128, "--model.num-layers", 2)
+    words = (*model, "--steps", steps, "--batch", options.rows, "--shares", shares)
+    printed, lines = train(__file__, folder, *words, launch=("--islands", 2), quotas=(first, slow))
     changes = [line for line in printed.splitlines() if CHANGED in line]
     rows = [options.rows // 2] * 2
     if changes:
@@ -198,7 +176,8 @@ def measure_way(way: Way, batch: int, root: Path) -> float:
     folder = Path(mkdtemp(dir=root))
     quotas = [(CORES[island], QUOTA_STEP, PLANNED_STEPS) for island in way.islands]
     words = ("--batch", batch, "--steps", PLANNED_STEPS, *way.options.split())
-    train_slowed(folder, quotas, *words, cluster=way.cluster)
+    launch = ("--cluster", way.cluster) if way.cluster else ("--islands", len(quotas))
+    train(__file__, folder, *words, launch=launch, quotas=quotas)
     return read_seconds(folder / "times", MEASURED)
 
 

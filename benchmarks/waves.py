@@ -25,9 +25,9 @@ import jax
 import numpy as np
 import tyro
 from paired import markdown
-from ranks import follow_quota, text_run, train, write_time
+from ranks import text_run, train
 
-from shardtrain import Hook, Optimizer, Recovery, Run, Schedule, Strategy
+from shardtrain import Optimizer, Recovery, Run, Schedule, Strategy
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -36,8 +36,8 @@ from shardtrain.trainer.waves import read_wave_log, wave_file
 ISLANDS, EVERY = 2, 4
 """Number of islands; steps of a wave, and of local SGD and DiLoCo between merges."""
 
-TOLD, TIMES = "WAVES_OPTIONS", "WAVES_TIMES"
-"""Environment variables of a run: the options, and the file for the times of its steps."""
+TOLD = "WAVES_OPTIONS"
+"""Environment variable of a run: the options."""
 
 LOCAL = f"--local-steps {EVERY}"
 WAYS = {
@@ -110,15 +110,12 @@ def read_curve(lines: list[dict[str, float]], first_step: int, window: int = 20)
 def run() -> Run:
     """Return the run, whose loss pauses by the options."""
     options = Options(**json.loads(os.environ[TOLD]))
-    island, times = find_rank_environment(os.environ).rank, Path(os.environ[TIMES])
-    pauses = Pauses(options, island, wait_for_all)
+    pauses = Pauses(options, find_rank_environment(os.environ).rank, wait_for_all)
 
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
         return next_token_loss(apply, batch)
 
-    if options.slow > 1 and island == ISLANDS - 1:
-        follow_quota(1 / options.slow, times, options.first_step // 2, options.steps)
     return text_run(
         64,
         64,
@@ -127,7 +124,6 @@ def run() -> Run:
         optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=2e-3, warmup=20)),
         # the slow island, the last one, has rows by its speed
         strategy=Strategy(across=Across(shares=(float(options.slow),) * (ISLANDS - 1) + (1.0,))),
-        hooks=(Hook(on_step=lambda step: write_time(times)),),
         batch=16,
         steps=options.steps,
         log_every=1,
@@ -183,8 +179,9 @@ def measure(name: str, options: Options) -> Result:
     """Train once."""
     with TemporaryDirectory() as root:
         folder, first = Path(root), options.first_step
-        told = {TOLD: json.dumps(asdict(options)), TIMES: f"{root}/times"}
-        _, lines = train(__file__, folder, *WAYS[name].split(), launch=("--islands", ISLANDS), **told)
+        quotas = [(part, first // 2, options.steps) for part in (1.0, 1 / options.slow)]
+        given = {"launch": ("--islands", ISLANDS), "quotas": quotas, TOLD: json.dumps(asdict(options))}
+        _, lines = train(__file__, folder, *WAYS[name].split(), **given)
         points = read_curve(lines, first)
         seconds, _ = points[-1]
         return Result(
