@@ -23,18 +23,16 @@ from paired import markdown, spread, take_turns
 from ranks import CpuQuota, bind
 from stepper import Stepper, random_tokens
 
+import shardtrain as st
 from shardtrain.combine import make_combiner
 from shardtrain.combine.mean import add_up
-from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import apply_preset
 from shardtrain.train_step.island_combiner import Channel
-from shardtrain.train_step.island_compute import IslandCompute, Training
+from shardtrain.train_step.island_compute import IslandCompute
 from shardtrain.train_step.sync.local_steps import EveryStep
 
 Side = Callable[[], Any]
@@ -149,7 +147,7 @@ class IslandSteps:
         self._step = step = Stepper(config)
         self._batch = step.place(random_tokens(256, options.rows, SEQ, rank))
         if transfer is not None:
-            training = Training(step.model, next_token_loss, step.optimizer)
+            training = st.Training(step.model, st.next_token_loss, step.optimizer)
             channel = Channel(transfer, **exchange)
             step.step = EveryStep(IslandCompute(training, step.placement, channel, batch=self._batch))
             step.state = step.step.begin(step.state, self._batch)
@@ -166,7 +164,7 @@ class IslandSteps:
 
 def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     """Return the step of an island alone, and with the bridge in several ways."""
-    group, mesh = [MpiGroup(comm)], make_mesh(Layout(), jax.local_devices()[:1])
+    group, mesh = [MpiGroup(comm)], st.make_mesh(st.Layout(), jax.local_devices()[:1])
     stepper = partial(IslandSteps, options, comm.rank)
     if options.part == "overlap":
         parts = {f"bridge, programs: {n}": stepper(Transfer(mesh, group), num_parts=n) for n in NUM_PROGRAMS}
@@ -214,7 +212,7 @@ def measure(options: Options) -> list[list[str]]:
     if options.part != "all_reduce":
         what = f"{options.rows} x {SEQ} tokens"
         return format_calls(time_sides(step_sides(options, comm)), what, options.steps)
-    transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
+    transfer = Transfer(st.make_mesh(st.Layout(), jax.local_devices()[:1]), [group])
     rows = []
     for num_bytes in NUM_BYTES:
         sides = all_reduce_sides(comm, transfer, group, num_bytes)

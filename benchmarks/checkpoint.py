@@ -24,11 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paired import markdown, spread, take_turns
 from stepper import Stepper, random_tokens
 
-from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.differences import Allow
+import shardtrain as st
 from shardtrain.checkpoints.manifest_entries import ArrayOrigin
 from shardtrain.checkpoints.origins import select_saved_state
-from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.models.decoder import DecoderConfig
@@ -109,8 +107,8 @@ class Training:
             if side == ORBAX:
                 with ocp.StandardCheckpointer() as checkpointer:
                     return self.run_block(lambda state: checkpointer.save(Path(disk, "run"), state))
-            policy = CheckpointPolicy(fast=Path(memory) if side == FAST else None)
-            with Checkpoints(Path(disk), policy) as checkpoints:
+            policy = st.CheckpointPolicy(fast=Path(memory) if side == FAST else None)
+            with st.Checkpoints(Path(disk), policy) as checkpoints:
                 return self.run_block(lambda state: checkpoints.save(1, state, {}))
 
 
@@ -180,7 +178,7 @@ def save(folder: Path, embed: int, num_layers: int) -> None:
         for tree in ("params", "mu", "nu")
         for path, shape in shapes.items()
     }
-    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+    with st.Checkpoints(folder, st.CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, state, {})
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / BY_HAND, state)
@@ -210,7 +208,7 @@ def restore(folder: Path, third: bool, way: str) -> dict[str, float]:
         reader = visible_readers(folder)[-1]
         if way == "verified":
             assert not reader.problems()
-        allow = Allow(unused=("*",)) if third else Allow()
+        allow = st.Allow(unused=("*",)) if third else st.Allow()
         arrays = restore_arrays(reader, wanted, origins, allow)
     jax.block_until_ready(arrays)
     seconds = time.perf_counter() - start

@@ -22,24 +22,20 @@ from flax import nnx
 from rich.console import Console
 from stepper import Stepper
 
-from shardtrain.data import Batches, Loader, Position, Tokens, Windows, batch_shard, write_tokens
+import shardtrain as st
+from shardtrain.data import Loader, Position, Windows, batch_shard, write_tokens
 from shardtrain.data.order import epoch_order
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.ops import find_ops, set_ops
-from shardtrain.optim.optimizer import Optimizer, make_optimizer
-from shardtrain.optim.schedules import Schedule
 from shardtrain.report.progress import progress
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.system.xla_flags import step_options
-from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.feed import Feed
-from shardtrain.trainer.hooks import Hook, Hooks
+from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.metric_log import STEPS_LATE
 from shardtrain.trainer.resume import StartPoint
@@ -54,7 +50,7 @@ def write_source(folder: Path, config: DecoderConfig, batch: int, num_batches: i
     num_tokens = config.seq * batch * num_batches + 1
     tokens = np.random.default_rng(0).integers(0, config.vocab, num_tokens)
     write_tokens(folder / "tokens.npy", [tokens], dtype="uint32")
-    data = Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
+    data = st.Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
     return data.train(folder)
 
 
@@ -94,7 +90,7 @@ class HandWritten:
         )
         self.opt_state = optimizer.init(self.params)
 
-        mesh = make_mesh(Layout(), jax.devices()[:1]).abstract_mesh
+        mesh = st.make_mesh(st.Layout(), jax.devices()[:1]).abstract_mesh
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             with jax.sharding.use_abstract_mesh(mesh):
@@ -146,11 +142,13 @@ class Toolkit:
     def __init__(
         self, config: DecoderConfig, source: Windows, batch: int, folder: Path, num: int = 1
     ) -> None:
-        named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
-        optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, convert_model(config).dims)
+        named = st.Optimizer(
+            learning_rate=st.Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP
+        )
+        optimizer, rate = st.make_optimizer(named, SCHEDULE_STEPS, convert_model(config).dims)
         self.step = step = Stepper(config, optimizer=optimizer, rate=rate, num_devices=num)
         shard = batch_shard([batch], 0, step.mesh, step.axes, 1)
-        batches = Batches(source=source, batch=batch, rows=shard.rows)
+        batches = st.Batches(source=source, batch=batch, rows=shard.rows)
         self.feed = Feed(Loader(batches, {batch: shard}, step.mesh, step.axes, 1))
         stack = ExitStack()
         self.close = stack.close
@@ -158,7 +156,7 @@ class Toolkit:
         self.coordination = Coordination()
         # its data is `source`, which is read above
         data = SimpleNamespace(train=lambda folder: source, heldout=lambda folder: None)
-        self.run = Run(model=config, data=data, optimizer=named, batch=batch, evaluate_every=None)
+        self.run = st.Run(model=config, data=data, optimizer=named, batch=batch, evaluate_every=None)
         self.done = 0
         self.metrics = folder / "metrics.jsonl"
         self.sink = stack.enter_context(closing(JsonLines(self.metrics, resume_after=None)))
@@ -187,7 +185,7 @@ class Toolkit:
             evaluate=lambda state: {},
             check=None,
             untimed=nullcontext,
-            hooks=Hooks([Hook(on_step=lambda step: ticks.append(perf_counter()))]),
+            hooks=Hooks([st.Hook(on_step=lambda step: ticks.append(perf_counter()))]),
             totals=RunTotals(),
             spent=UsageLog(activity),
         )

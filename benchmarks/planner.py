@@ -29,14 +29,13 @@ from gpu import CASES, LLAMA_1B, LLAMA_8B_SLICE, ROOMY
 from paired import markdown
 from stepper import token_shapes
 
-from shardtrain import next_token_loss
+import shardtrain as st
 from shardtrain.cli.calibrate import count_cores, measure_host
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.compile import GPU_TARGETS, compile_step, describe_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
 from shardtrain.plan.predict import predict, predict_choices, steps, sum_sent_by_axes
@@ -44,10 +43,6 @@ from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_step
 
 SMALL = DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512)
 MODELS = {"many activations": SMALL, "many parameters": replace(SMALL, vocab=2048, embed=512, mlp=2048)}
@@ -133,7 +128,7 @@ def read_way(text: str) -> Choice:
     """Return a way to run a step from a line above."""
     mesh, accumulate, remat, *rest = text.split()
     attention = next((word for word in rest if word.startswith(("ring", "all-"))), "ring")
-    layout = Layout(
+    layout = st.Layout(
         mesh={axis: int(size) for axis, size in (each.split("=") for each in mesh.split(","))},
         zero=1 if "zero1" in rest else 2 if "zero2" in rest else 3,
         sequence_sharded="sequence" in rest,
@@ -153,7 +148,7 @@ def make_subject(config: DecoderConfig, rows: int = ROWS, kind: str = "cpu") -> 
     target = {"target": Target(GPU_TARGETS[kind][0])} if kind in GPU_TARGETS else {}
     return Subject(
         model=lambda remat: convert_model(apply_remat(config, remat)),
-        loss=next_token_loss,
+        loss=st.next_token_loss,
         optimizer=optax.adamw(1e-3),
         batch=token_shapes(rows, config.seq),
         **target,  # type: ignore[arg-type]
@@ -164,9 +159,9 @@ def place_state(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
     """Return the placement of a choice on simulated or absent devices."""
     num_devices = math.prod(choice.layout.mesh.values())
     stages = subject.stages(choice.layout.mesh.get("pipeline", 1), choice.virtual_stages)
-    mesh = make_mesh(choice.layout, describe_devices(kind, num_devices))
+    mesh = st.make_mesh(choice.layout, describe_devices(kind, num_devices))
     model = subject.find_model(choice.remat)
-    return make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
+    return st.make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
 
 
 def count_compiled(subject: Subject, choice: Choice, kind: str) -> Any:
@@ -224,10 +219,10 @@ def compare_sent(kind: str) -> None:
 def predict_measured(step: MeasuredStep) -> Prediction:
     """Return what the planner predicts for a step on one H200."""
     subject = make_subject(step.config, step.rows)
-    optimizer, _ = make_optimizer(Optimizer(), 1000, convert_model(step.config).dims)
+    optimizer, _ = st.make_optimizer(st.Optimizer(), 1000, convert_model(step.config).dims)
     subject = replace(subject, optimizer=optimizer, target=Target(H200, one_device=True))
     machine = make_machine(ClusterDevice(name=H200), 1, in_float32=False)
-    (found,) = predict_choices(subject, machine, 1, [Choice(layout=Layout())])
+    (found,) = predict_choices(subject, machine, 1, [Choice(layout=st.Layout())])
     return found
 
 
@@ -324,8 +319,8 @@ def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.n
     rng = np.random.default_rng(0)
     for choice in choices:
         placement, model = place_state(subject, choice), subject.find_model(choice.remat)
-        step = make_step(model, subject.loss, subject.optimizer, placement)
-        state, batch = init_state(model, subject.optimizer, placement), {}
+        step = st.make_step(model, subject.loss, subject.optimizer, placement)
+        state, batch = st.init_state(model, subject.optimizer, placement), {}
         for name, like in subject.batch.items():
             shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
             values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)

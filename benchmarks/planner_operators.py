@@ -21,16 +21,8 @@ import tyro
 from planner import count_compiled
 from stepper import token_shapes
 
-from shardtrain import (
-    Run,
-    Strategy,
-    Text,
-    axes,
-    classification_loss,
-    from_linen,
-    next_token_loss,
-    translation_loss,
-)
+import shardtrain as st
+from shardtrain import axes
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.experts_options import Experts
@@ -44,7 +36,6 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import RankedChoice, search
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
-from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import make_model
 from shardtrain.trainer.planned import make_operator_choice
 
@@ -72,7 +63,7 @@ class Way(NamedTuple):
     """
 
     name: str
-    layout: Layout
+    layout: st.Layout
     sent: Mapping[tuple[str, ...], float]
     flops: float
 
@@ -87,36 +78,36 @@ def list_models() -> dict[str, tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]]
     both = EncoderDecoderConfig(
         vocab=512, seq=32, embed=256, num_encoder_layers=2, num_decoder_layers=2, num_heads=8, mlp=1024
     )
-    linen = from_linen(LinenDecoder(replace(decoder, vocab=256, embed=128, mlp=512)), shape(1, 32))
+    linen = st.from_linen(LinenDecoder(replace(decoder, vocab=256, embed=128, mlp=512)), shape(1, 32))
     tokens, weights = token_shapes(8, 32), shape(16, dtype=np.float32)
     images = {"image": shape(16, 32, 32, 3, dtype=np.float32), "label": shape(16), "weights": weights}
     pairs = {"source": shape(8, 32), "source_mask": shape(8, 32)}
     pairs |= {"target": tokens["tokens"], "weights": tokens["weights"]}
     return {
-        "decoder": (decoder, next_token_loss, tokens),
-        "mixture of experts": (replace(decoder, mlp=256, experts=Experts(num=4)), next_token_loss, tokens),
-        "ResNet-11": (ResNetConfig(depth=11, filters=16), classification_loss, images),
-        "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), classification_loss, images),
-        "encoder-decoder": (both, translation_loss, pairs),
-        "linen decoder": (linen, next_token_loss, tokens),
+        "decoder": (decoder, st.next_token_loss, tokens),
+        "mixture of experts": (replace(decoder, mlp=256, experts=Experts(num=4)), st.next_token_loss, tokens),
+        "ResNet-11": (ResNetConfig(depth=11, filters=16), st.classification_loss, images),
+        "VGG-16": (VggConfig(depth=16, filters=16, hidden=1024), st.classification_loss, images),
+        "encoder-decoder": (both, st.translation_loss, pairs),
+        "linen decoder": (linen, st.next_token_loss, tokens),
     }
 
 
-def predict_ways(run: Run, subject: Subject) -> Iterator[Way]:
+def predict_ways(run: st.Run, subject: Subject) -> Iterator[Way]:
     """Yield layouts and the best shardings of operators, as the planner predicts them."""
     # ten classes are not split over four devices
     rules = {axes.VOCAB: ()} if "image" in subject.batch else {}
-    ways: dict[str, Layout | RankedChoice] = {
-        name: Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()
+    ways: dict[str, st.Layout | RankedChoice] = {
+        name: st.Layout(mesh=mesh, parameters=rules, activations=rules) for name, mesh in RULED.items()
     }
-    space = Space(layout=Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
+    space = Space(layout=st.Layout(mesh={"pipeline": 1}), accumulates=(1,), remats=(None,))
     best = search(subject, NODES, NUM_DEVICES, space, most=1).ranked[0]
     ways["best layout"] = best.choice.layout
     plan = plan_operators(subject, NODES, NUM_DEVICES, space=space, best=best)
     if plan.best is not None:
         ways["operators"] = make_operator_choice(run, subject.batch, plan.best)
     for name, way in ways.items():
-        layout, change = (way, None) if isinstance(way, Layout) else (way.choice.layout, way.change)
+        layout, change = (way, None) if isinstance(way, st.Layout) else (way.choice.layout, way.change)
         # XLA for CPU adds up the two gradients of a table separately
         (step,) = steps(subject, NODES, NUM_DEVICES, [Choice(layout=replace(layout, operators={}))])
         sent, flops = sum_sent_by_axes(step, simulated=True), predict(step, NODES).flops
@@ -131,13 +122,13 @@ def compare(name: str, kind: str) -> None:
     # derivatives of recomputed blocks gather what they read again
     remat = None if isinstance(model, ResNetConfig | VggConfig) else "none"
     optimizer = optax.adamw(1e-3)
-    run = Run(
+    run = st.Run(
         model=model,
-        data=Text(seq=32),
+        data=st.Text(seq=32),
         loss=loss,
         batch=batch["weights"].shape[0],
         optimizer=optimizer,
-        strategy=Strategy(remat=remat),
+        strategy=st.Strategy(remat=remat),
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
     for way in predict_ways(run, subject):

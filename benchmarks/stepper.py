@@ -6,13 +6,8 @@ import jax
 import numpy as np
 import optax
 
-from shardtrain.data import place
-from shardtrain.functional.loss import next_token_loss
+import shardtrain as st
 from shardtrain.functional.nnx_model import convert_model
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.step import make_step
 
 
 class Stepper:
@@ -29,21 +24,21 @@ class Stepper:
     def __init__(
         self,
         config: Any,
-        loss: Any = next_token_loss,
+        loss: Any = st.next_token_loss,
         optimizer: optax.GradientTransformation | None = None,
         rate: optax.Schedule | None = None,
         num_devices: int = 1,
     ) -> None:
-        self.model, layout = convert_model(config), Layout()
+        self.model, layout = convert_model(config), st.Layout()
         self.optimizer = optax.adamw(3e-4) if optimizer is None else optimizer
-        self.mesh, self.axes = make_mesh(layout, jax.local_devices()[:num_devices]), layout.batch_axes
-        self.placement = make_placement(self.model, self.optimizer, layout, self.mesh)
-        self.state = init_state(self.model, self.optimizer, self.placement)
-        self.step: Any = make_step(self.model, loss, self.optimizer, self.placement, rate)
+        self.mesh, self.axes = st.make_mesh(layout, jax.local_devices()[:num_devices]), layout.batch_axes
+        self.placement = st.make_placement(self.model, self.optimizer, layout, self.mesh)
+        self.state = st.init_state(self.model, self.optimizer, self.placement)
+        self.step: Any = st.make_step(self.model, loss, self.optimizer, self.placement, rate)
 
     def place(self, batch: Any) -> Any:
         """Put a batch on the devices."""
-        return place(batch, self.mesh, self.axes)
+        return st.place(batch, self.mesh, self.axes)
 
     def __call__(self, batch: Any) -> Any:
         """Run a step on a batch that is on the devices; return its metrics."""

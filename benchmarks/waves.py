@@ -27,9 +27,7 @@ import tyro
 from paired import markdown
 from ranks import text_run, train
 
-from shardtrain import Optimizer, Recovery, Run, Schedule, Strategy
-from shardtrain.functional.loss import next_token_loss
-from shardtrain.islands.options import Across
+import shardtrain as st
 from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.trainer.waves import read_wave_log, wave_file
 
@@ -107,27 +105,27 @@ def read_curve(lines: list[dict[str, float]], first_step: int, window: int = 20)
     ]
 
 
-def run() -> Run:
+def run() -> st.Run:
     """Return the run, whose loss pauses by the options."""
     options = Options(**json.loads(os.environ[TOLD]))
     pauses = Pauses(options, find_rank_environment(os.environ).rank, wait_for_all)
 
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
-        return next_token_loss(apply, batch)
+        return st.next_token_loss(apply, batch)
 
     return text_run(
         64,
         64,
         2,
         loss=loss,
-        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=2e-3, warmup=20)),
+        optimizer=st.Optimizer(learning_rate=st.Schedule(name="constant", peak=2e-3, warmup=20)),
         # the slow island, the last one, has rows by its speed
-        strategy=Strategy(across=Across(shares=(float(options.slow),) * (ISLANDS - 1) + (1.0,))),
+        strategy=st.Strategy(across=st.Across(shares=(float(options.slow),) * (ISLANDS - 1) + (1.0,))),
         batch=16,
         steps=options.steps,
         log_every=1,
-        recovery=Recovery(fingerprint_every=None),  # islands would wait for each other for them
+        recovery=st.Recovery(fingerprint_every=None),  # islands would wait for each other for them
     )
 
 
