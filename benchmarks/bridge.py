@@ -80,12 +80,14 @@ def time_call(comm: MPI.Comm, side: Side) -> float:
     return comm.allreduce(time.perf_counter() - start, MPI.MAX)
 
 
-def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
+def all_reduce_sides(comm: MPI.Comm, num_bytes: int) -> dict[str, Side]:
     """Return the same sum, from MPI's own to that of the step."""
     # made as a gradient is, by a compiled program, not on memory of NumPy's
     array = jax.jit(lambda: jnp.full(num_bytes // 4, comm.rank + 1, jnp.float32))()
     host = np.full(num_bytes // 4, comm.rank + 1, np.float32)
     out = np.empty_like(host)
+    group = MpiGroup(comm)
+    transfer = Transfer(st.make_mesh(st.Layout(), jax.local_devices()[:1]), [group])
     compiled = jax.jit(group.all_reduce)
 
     def bridge() -> jax.Array:
@@ -99,7 +101,7 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
     }
 
 
-def combiner_sides(options: Options, comm: MPI.Comm, group: MpiGroup) -> dict[str, Side]:
+def combiner_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     """Return the combination of the same random gradients by each combiner; ranks share half of theirs."""
     shapes = [(options.embed, 2 * options.embed), (options.embed,)] * (LEAVES // 2)
     common = jax.random.key(0)
@@ -112,7 +114,7 @@ def combiner_sides(options: Options, comm: MPI.Comm, group: MpiGroup) -> dict[st
             for i, shape in enumerate(shapes)
         }
 
-    tree, sides = draw(), {}
+    tree, sides, group = draw(), {}, MpiGroup(comm)
     for text in COMBINERS:
         combiner = make_combiner(text)
         compiled = jax.jit(
@@ -192,32 +194,26 @@ def format_calls(calls: Mapping[str, Sequence[float]], what: str, num_calls: int
     return rows
 
 
-def measure(options: Options) -> list[list[str]]:
-    """Return all rows; all ranks together."""
-    comm = world()
-    group = MpiGroup(comm)
+def list_sides(options: Options, comm: MPI.Comm) -> dict[str, dict[str, Side]]:
+    """Return what is measured -> its sides."""
+    if options.part == "combiners":
+        return {f"{LEAVES} leaves": combiner_sides(options, comm)}
+    if options.part != "all_reduce":
+        return {f"{options.rows} x {SEQ} tokens": step_sides(options, comm)}
+    return {f"{num_bytes >> 10:,} KB": all_reduce_sides(comm, num_bytes) for num_bytes in NUM_BYTES}
 
-    def time_sides(sides: Mapping[str, Side]) -> dict[str, list[float]]:
+
+def measure(options: Options, comm: MPI.Comm) -> list[list[str]]:
+    """Return all rows; all ranks together."""
+    rows, num_steps = [], options.steps if options.part in ("step", "overlap", "buckets") else 1
+    for what, sides in list_sides(options, comm).items():
         calls = {name: partial(time_call, comm, side) for name, side in sides.items()}
         take_turns(calls, 2, 0)
         quota = CpuQuota(options.core)
         if options.core < 1:
             quota.begin()
-        found = take_turns(calls, options.rounds, 0)
+        rows += format_calls(take_turns(calls, options.rounds, 0), what, num_steps)
         quota.end()
-        return found
-
-    if options.part == "combiners":
-        return format_calls(time_sides(combiner_sides(options, comm, group)), f"{LEAVES} leaves")
-    if options.part != "all_reduce":
-        what = f"{options.rows} x {SEQ} tokens"
-        return format_calls(time_sides(step_sides(options, comm)), what, options.steps)
-    transfer = Transfer(st.make_mesh(st.Layout(), jax.local_devices()[:1]), [group])
-    rows = []
-    for num_bytes in NUM_BYTES:
-        sides = all_reduce_sides(comm, transfer, group, num_bytes)
-        rows += format_calls(time_sides(sides), f"{num_bytes >> 10:,} KB")
-    transfer.close()
     return rows
 
 
@@ -225,7 +221,8 @@ def main(options: Options) -> None:
     bind()
     # as `shardtrain train` does, before jax starts
     os.environ["XLA_FLAGS"] = apply_preset("auto", os.environ, metadata.version("jaxlib")).xla_flags
-    rows, comm = measure(options), world()
+    comm = world()
+    rows = measure(options, comm)
     if comm.rank == 0:
         mpi = MPI.Get_library_version().splitlines()[0].rstrip(chr(0))
         print(f"{comm.size} ranks, {options.rounds} rounds; jax {jax.__version__}, {mpi}")

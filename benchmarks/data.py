@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from multiprocessing import get_context
@@ -97,11 +97,10 @@ def compare_sources(stepper: Stepper, sources: dict[str, Any], batch: int, optio
 
 def time_loading(batches: Batches, num_batches: int) -> float:
     """Return the seconds to load a batch by one thread with nothing else under way."""
-    position: Any = {"epoch": 0, "index": 0}
     start = perf_counter()
-    for _ in range(num_batches):
-        batches.load(position)
-        position = batches.advance(position)
+    with closing(replace(batches, prefetch=0).iterate()) as loaded:
+        for _ in islice(loaded, num_batches):
+            pass
     return (perf_counter() - start) / num_batches
 
 

@@ -26,7 +26,8 @@ MODELS = {
     "brief": DecoderConfig(vocab=64, seq=32, embed=48, num_layers=2, num_heads=2),
     "small": DecoderConfig(vocab=256, seq=64, embed=128, num_layers=4, num_heads=4),
 }
-BATCH, BATCHES_IN_EPOCH = 4, 256
+BATCH, BATCHES_IN_EPOCH, COMPARED = 4, 256, 20
+"""Rows of a step, batches of the data, and steps from the start whose losses are compared."""
 HAND, AGAIN, TOOLKIT = "hand-written loop", "hand-written loop again", "toolkit loop"
 HAND_STEP, TOOLKIT_STEP = "hand-written step", "toolkit step"
 PAIRS = {
@@ -45,14 +46,12 @@ class Options:
       steps: of a block; the loop reads its metrics late, so at least 4.
       rounds: blocks of each side.
       quiet: rounds in which others took more than this share of the processors are run again; 1 takes all.
-      compare: steps from the start whose losses are compared.
     """
 
     model: Literal["tiny", "brief", "small"] = "small"
     steps: int = 25
     rounds: int = 60
     quiet: float = 1.0
-    compare: int = 20
 
 
 class Figures(NamedTuple):
@@ -77,10 +76,10 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # the hand-written loop knows the order of the first epoch only: it holds all losses compared
-        source = write_source(folder, config, batch, max(BATCHES_IN_EPOCH, options.compare))
+        source = write_source(folder, config, batch, BATCHES_IN_EPOCH)
         hand = HandWritten(config, source, batch)
         with closing(Toolkit(config, source, batch, folder)) as toolkit:
-            losses = hand.loop([], options.compare), toolkit.first_losses(options.compare)
+            losses = hand.loop([], COMPARED), toolkit.first_losses(COMPARED)
             again = hand.twin()
             hand_batch, toolkit_batch = hand.next_batch(), next(toolkit.feed)[0]
             sides = {
@@ -99,7 +98,7 @@ def main(options: Options) -> None:
     print(
         f"{options.model}; {options.rounds} rounds of {options.steps} steps;"
         f" {jax.devices()[0].device_kind}; {os.cpu_count()} cores; jax {jax.__version__}\n"
-        f"losses of the first {options.compare} steps differ by {largest_difference(*found.losses):.1e} at most"
+        f"losses of the first {COMPARED} steps differ by {largest_difference(*found.losses):.1e} at most"
     )
     rows = [(side, f"{1e3 * found.step_seconds(side):.2f}") for side in found.blocks]
     print(markdown(["side", "ms a step"], rows))

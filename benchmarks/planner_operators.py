@@ -12,7 +12,7 @@ Figures: docs/benchmarks/planner.md.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,21 +51,8 @@ NUM_DEVICES = 8
 RULED = {"data parallel": {"data": 8}, "megatron": {"data": 2, "tensor": 4}}
 """Name of a way -> mesh of a layout by rules."""
 
-
-class Way(NamedTuple):
-    """A way to run a step, and what a device sends and computes, as predicted.
-
-    Args:
-      name: its name in the table.
-      layout: its layout.
-      sent: mesh axes -> bytes.
-      flops: of matrix products and convolutions.
-    """
-
-    name: str
-    layout: st.Layout
-    sent: Mapping[tuple[str, ...], float]
-    flops: float
+Way = tuple[str, st.Layout, Mapping[tuple[str, ...], float], float]
+"""Name, layout, mesh axes -> bytes that a device sends, and flops of its products and convolutions."""
 
 
 def shape(*dims: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -113,7 +100,7 @@ def predict_ways(run: st.Run, subject: Subject) -> Iterator[Way]:
         sent, flops = sum_sent_by_axes(step, simulated=True), predict(step, NODES).flops
         if change is not None:
             sent, flops = change.predict_sent(sent), flops + change.flops
-        yield Way(name, layout, sent, flops)
+        yield name, layout, sent, flops
 
 
 def compare(name: str, kind: str) -> None:
@@ -131,15 +118,15 @@ def compare(name: str, kind: str) -> None:
         strategy=st.Strategy(remat=remat),
     )
     subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
-    for way in predict_ways(run, subject):
-        found = count_compiled(subject, Choice(layout=way.layout), kind)
+    for way, layout, predicted, flops in predict_ways(run, subject):
+        found = count_compiled(subject, Choice(layout=layout), kind)
         sent = Counter[tuple[str, ...]]()
         for each in found.collectives:
             sent.update({each.axes: each.wire_bytes_per_device})  # type: ignore[dict-item]
-        totals = f"{pair(sum(way.sent.values()), sent.total())} | {pair(way.flops, found.flops)}"
-        both = dict.fromkeys((*way.sent, *sent))
-        of_axes = ", ".join(f"{'+'.join(over)} {pair(way.sent.get(over, 0), sent[over])}" for over in both)
-        print(f"| {name} | {way.name} | {mesh_text(way.layout)} | {totals} | {of_axes} |", flush=True)
+        totals = f"{pair(sum(predicted.values()), sent.total())} | {pair(flops, found.flops)}"
+        both = dict.fromkeys((*predicted, *sent))
+        of_axes = ", ".join(f"{'+'.join(over)} {pair(predicted.get(over, 0), sent[over])}" for over in both)
+        print(f"| {name} | {way} | {mesh_text(layout)} | {totals} | {of_axes} |", flush=True)
 
 
 def pair(predicted: float, counted: float) -> str:

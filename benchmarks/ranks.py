@@ -53,12 +53,7 @@ QUOTAS = "BENCHMARK_QUOTAS"
 
 
 def train(
-    path: str,
-    folder: Path,
-    *words: object,
-    launch: Sequence[object] = (),
-    quotas: Sequence[Quota] = (),
-    **given: Any,
+    path: str, folder: Path, *words: object, launch: tuple = (), quotas: Sequence[Quota] = (), **given: Any
 ) -> tuple[str, list[dict[str, float]]]:
     """Train a run, and return what is printed, and the lines of metrics that have a loss.
 

@@ -36,6 +36,7 @@ WAYS = {
     "3x2": (6, f"{STAGES} 3"),
 }
 """Name -> (islands, options); "2x2" are 2 stages x 2 replicas."""
+MAIN = ("one", "2x2", "3x2")
 COMMON = (
     "--batch 32 --accumulate 4 --log-every 1 --evaluate-every None --model.filters 4 --model.num-groups 2"
 )
@@ -47,7 +48,7 @@ NODES = Machine(rates=NODE, devices_per_node=1, node_link=Link(bytes_per_second=
 IMAGES_PER_NODE = 64
 
 
-def run(way: str, depth: int, stack: int, steps: int) -> tuple[list[float], float, float, str]:
+def run(way: str, depth: int, stack: int) -> tuple[list[float], float, float, str]:
     """Return the losses, seconds to the end, seconds of the fastest step, and the line of peak memory."""
     num_islands, options = WAYS[way]
     launch = ("--islands", num_islands) if num_islands > 1 else ()
@@ -55,7 +56,7 @@ def run(way: str, depth: int, stack: int, steps: int) -> tuple[list[float], floa
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), "examples/digits_resnet.py"
-        printed, lines = train(model, folder, *words, "--steps", steps, launch=launch, JAX_PLATFORMS="cpu")
+        printed, lines = train(model, folder, *words, "--steps", 5, launch=launch, JAX_PLATFORMS="cpu")
         seconds = time.monotonic() - begin
     peak = re.search(r"peak memory of .*", printed)
     fastest = min(1 / line["updates_per_second"] for line in lines if line.get("updates_per_second"))
@@ -85,13 +86,7 @@ def predict_nodes(depth: int, stack: int) -> None:
         print(f"| {nodes} | {seconds:.3f} | {' | '.join(ratios)} | {best.choice.layout.mesh} |", flush=True)
 
 
-def main(
-    depth: int = 1001,
-    stack: int = 11,
-    steps: int = 5,
-    ways: tuple[str, ...] = ("one", "2x2", "3x2"),
-    predict: bool = False,
-) -> None:
+def main(depth: int = 1001, stack: int = 11, ways: tuple[str, ...] = MAIN, predict: bool = False) -> None:
     """Print a row for each way, and fail where a loss is not that of the first."""
     if predict:
         predict_nodes(depth, stack)
@@ -100,7 +95,7 @@ def main(
     reference: list[float] = []
     worst = 0.0
     for way in ways:
-        losses, seconds, step, peak = run(way, depth, stack, steps)
+        losses, seconds, step, peak = run(way, depth, stack)
         reference = reference or losses
         worst = max(worst, *(abs(a / b - 1) for a, b in zip(losses, reference, strict=True)))
         text = ", ".join(f"{loss:.6f}" for loss in losses)

@@ -11,7 +11,6 @@ trained unchanged, beside ways made by hand. Islands compile at full speed; thei
 """
 
 import os
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -29,7 +28,9 @@ EQUAL, AUTO = "equal shares", "--shares auto"
 CHANGED = "rows of the islands from now on: "
 """Begins the text that a run prints when rows change."""
 
-QUOTA_STEP, PLANNED_STEPS, MEASURED = 5, 25, 16
+QUOTA_STEP, MEASURED, BATCH = 5, 16, 32
+"""The step after which quotas begin, the last steps, which are timed, and rows of a batch."""
+PLANNED_STEPS, PLANNED_BATCH = 25, 12
 CORES = (0.25, 0.25, 0.125, 0.0625)
 """Part of a core of the islands of a plan: two fast ones and two slower ones."""
 NAMES = ("fast", "half", "quarter")
@@ -38,31 +39,6 @@ NAMES = ("fast", "half", "quarter")
 def run() -> Run:
     """Return the run."""
     return text_run(128, 256, 4, batch=24, evaluate_batches=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      plan: what a plan chooses, instead of shares.
-      slow: the second island has this part of its core: 1 / slow; 1 slows nobody.
-      change: slow the first island instead, from the middle of each run on.
-      rounds: runs of each way.
-      steps: of each run.
-      batch: rows of a batch; by default 32, or 12 of a plan.
-    """
-
-    plan: bool = False
-    slow: int = 2
-    change: bool = False
-    rounds: int = 3
-    steps: int = 80
-    batch: int | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.batch or (12 if self.plan else 32)
 
 
 class Result(NamedTuple):
@@ -83,16 +59,16 @@ class Result(NamedTuple):
     loss: float
 
 
-def measure_shares(options: Options, shares: str, root: Path) -> Result:
-    """Train once with shares, and return what it took."""
-    half, steps = options.steps // 2, options.steps
-    slow = (1 / options.slow, QUOTA_STEP, half if options.change else steps)
-    first = (1 / options.slow if options.change else 1.0, half, steps)
+def measure_shares(shares: str, batch: int, steps: int, part: float, change: bool, root: Path) -> Result:
+    """Train once with shares, the second island with a part of a core, and return what it took."""
+    half = steps // 2
+    first = (part if change else 1.0, half, steps)
+    slow = (part, QUOTA_STEP, half if change else steps)
     folder, model = Path(mkdtemp(dir=root)), ("--model.embed", 128, "--model.num-layers", 2)
-    words = (*model, "--steps", steps, "--batch", options.rows, "--shares", shares)
+    words = (*model, "--steps", steps, "--batch", batch, "--shares", shares)
     printed, lines = train(__file__, folder, *words, launch=("--islands", 2), quotas=(first, slow))
     changes = [line for line in printed.splitlines() if CHANGED in line]
-    rows = [options.rows // 2] * 2
+    rows = [batch // 2] * 2
     if changes:
         rows = [int(n) for n in changes[-1].partition(CHANGED)[2].partition(";")[0].split(", ")]
     # a line right after a change of the rows has none
@@ -106,7 +82,7 @@ def measure_shares(options: Options, shares: str, root: Path) -> Result:
     )
 
 
-def table(options: Options, found: dict[str, list[Result]]) -> str:
+def table(batch: int, found: dict[str, list[Result]]) -> str:
     """Format the runs; ratios are of runs next to each other.
 
     The ideal is what the islands compute together in a second if none waits, in the run with equal shares.
@@ -120,7 +96,7 @@ def table(options: Options, found: dict[str, list[Result]]) -> str:
     pairs = list(zip(found[EQUAL], found[AUTO], strict=True))
     shown = {
         "equal shares / auto": [a.step_seconds / b.step_seconds for a, b in pairs],
-        "auto / ideal": [b.step_seconds * a.speed / options.rows for a, b in pairs],
+        "auto / ideal": [b.step_seconds * a.speed / batch for a, b in pairs],
     }
     for name, each in shown.items():
         text += f"\n{name}: {median(each):.2f} ({', '.join(f'{x:.2f}' for x in each)})"
@@ -171,21 +147,21 @@ def measure_core() -> dict[str, float]:
     return {name: float(value) for name, value in lines if name in names}
 
 
-def measure_way(way: Way, batch: int, root: Path) -> float:
+def measure_way(way: Way, root: Path) -> float:
     """Train in a way and return the seconds of a step."""
     folder = Path(mkdtemp(dir=root))
     quotas = [(CORES[island], QUOTA_STEP, PLANNED_STEPS) for island in way.islands]
-    words = ("--batch", batch, "--steps", PLANNED_STEPS, *way.options.split())
+    words = ("--batch", PLANNED_BATCH, "--steps", PLANNED_STEPS, *way.options.split())
     launch = ("--cluster", way.cluster) if way.cluster else ("--islands", len(quotas))
     train(__file__, folder, *words, launch=launch, quotas=quotas)
     return read_seconds(folder / "times", MEASURED)
 
 
-def make_plan(batch: int, folder: Path) -> Way:
+def make_plan(folder: Path) -> Way:
     """Return what the plan chose; print its table and the predicted seconds of a step."""
     (cluster := folder / "cluster.toml").write_text(describe_cluster(measure_core()))
-    strategy = folder / "planned.toml"
-    text = run_command("plan", __file__, "--batch", batch, "--cluster", cluster, "--output", strategy)
+    strategy, words = folder / "planned.toml", ("plan", __file__, "--batch", PLANNED_BATCH)
+    text = run_command(*words, "--cluster", cluster, "--output", strategy)
     written, _, names = text.rpartition("cluster: ")[2].partition(", with islands in this order: ")
     left = {"fast": [0, 1], "half": [2], "quarter": [3]}
     islands = tuple(left[name].pop(0) for name in names.splitlines()[0].split(", "))
@@ -196,17 +172,27 @@ def make_plan(batch: int, folder: Path) -> Way:
     return Way(islands, f"--strategy {strategy}", Path(written))
 
 
-def main(options: Options) -> None:
+def main(plan: bool = False, slow: int = 2, change: bool = False, rounds: int = 3, steps: int = 80) -> None:
+    """Print the table of shares, or of what a plan chooses.
+
+    Args:
+      plan: what a plan chooses, instead of shares.
+      slow: the second island has this part of its core: 1 / slow; 1 slows nobody.
+      change: slow the first island instead, from the middle of each run on.
+      rounds: runs of each way.
+      steps: of each run with shares.
+    """
     with TemporaryDirectory() as name:
         root = Path(name)
-        if not options.plan:
+        if not plan:
+            given = (BATCH, steps, 1 / slow, change, root)
             ways = {EQUAL: "1,1", AUTO: "auto"}
-            calls = {way: partial(measure_shares, options, each, root) for way, each in ways.items()}
-            print(table(options, take_turns(calls, options.rounds, 0)))
+            calls = {way: partial(measure_shares, each, *given) for way, each in ways.items()}
+            print(table(BATCH, take_turns(calls, rounds, 0)))
             return
-        chosen = {"the plan's choice": make_plan(options.rows, root), **HAND_MADE}
-        sides = {way: partial(measure_way, each, options.rows, root) for way, each in chosen.items()}
-        found = take_turns(sides, options.rounds, 0)
+        chosen = {"the plan's choice": make_plan(root), **HAND_MADE}
+        sides = {way: partial(measure_way, each, root) for way, each in chosen.items()}
+        found = take_turns(sides, rounds, 0)
     seconds = {way: median(times) for way, times in found.items()}
     best = min(seconds[way] for way in HAND_MADE)
     rows = [
@@ -216,4 +202,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

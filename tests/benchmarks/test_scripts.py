@@ -14,7 +14,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = {
-    "overhead.py --model tiny --steps 4 --rounds 2 --compare 3": (1, "| whole loop |"),
+    "overhead.py --model tiny --steps 4 --rounds 2": (1, "| whole loop |"),
     "bridge.py --rounds 2": (2, "| 4 KB | bridge |"),
     "bridge.py --part step --rows 2 --steps 2 --rounds 2 --embed 16": (
         2,
@@ -29,8 +29,8 @@ COMMANDS = {
     ),
     "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
     "waves.py --steps 20 --pause 0.01": (1, "| waves, D = 4 |"),
-    "unequal_islands.py --slow 1 --steps 30 --rounds 1 --batch 4": (1, "auto / ideal"),
-    "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
+    "unequal_islands.py --slow 1 --steps 30 --rounds 1": (1, "auto / ideal"),
+    "resnet_depth.py --depth 11 --stack 1 --ways one": (1, "largest relative difference"),
     "attention.py --seqs 8 --rounds 2": (1, "| 8 | 4 segments |"),
     "startup.py --starts 1": (1, "of the first step: cold"),
     "house.py": (1, "options of train"),
@@ -54,12 +54,12 @@ def test_it_runs(command, warm_python, monkeypatch):
 @pytest.mark.full
 def test_both_loops_compute_the_same_losses(script):
     overhead = script("overhead")
-    options = overhead.Options(steps=4, rounds=2, compare=12)
+    options = overhead.Options(steps=4, rounds=2)
     found = overhead.measure(options, overhead.MODELS["tiny"], 6)
     hand, toolkit = found.losses
     np.testing.assert_allclose(toolkit, hand, rtol=1e-5)
     # and they train: a step that changed nothing would give equal losses too
-    assert len(set(hand)) == 12
+    assert len(set(hand)) == overhead.COMPARED
 
 
 @pytest.mark.parametrize("name", ["paired", "house", "waves"])
