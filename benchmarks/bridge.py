@@ -141,7 +141,7 @@ class IslandSteps:
         options: Options,
         rank: int,
         transfer: Transfer | None,
-        wait: Callable[[], Any] | None = None,
+        wait: Side | None = None,
         **exchange: Any,
     ) -> None:
         self._wait, self._num_steps = wait, options.steps

@@ -4,7 +4,6 @@ Beside both stands plain Orbax used by hand (`StandardCheckpointer`), in turn. E
 its own. Figures: docs/benchmarks/checkpoint.md.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -100,10 +100,7 @@ class Training:
         """Run a block with a save by one side, and delete what was saved."""
         if side == NOTHING:
             return self.run_block(lambda state: None)
-        with (
-            tempfile.TemporaryDirectory(dir=folder) as disk,
-            tempfile.TemporaryDirectory(dir=MEMORY) as memory,
-        ):
+        with TemporaryDirectory(dir=folder) as disk, TemporaryDirectory(dir=MEMORY) as memory:
             if side == ORBAX:
                 with ocp.StandardCheckpointer() as checkpointer:
                     return self.run_block(lambda state: checkpointer.save(Path(disk, "run"), state))
@@ -227,7 +224,7 @@ def read_process() -> tuple[int, int, int]:
 
 
 def main(options: Options) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with TemporaryDirectory() as name:
         if options.part == "stall":
             header = ["save", "stall, steps", "first quartile", "third", "the call", "processor time"]
             rows = measure_stalls(options, Path(name))

@@ -83,7 +83,7 @@ def started(name: str) -> tuple[str, ...]:
 def measured(name: str) -> tuple[str, ...]:
     """Run a model in both loops; return the figures."""
     case = CASES[name]
-    figures = overhead.measure(overhead.Options(steps=12, rounds=case.rounds), case.config, case.rows)
+    figures = overhead.measure(case.config, case.rows, steps=12, rounds=case.rounds)
     seconds = figures.step_seconds(overhead.TOOLKIT)
     tokens_per_second = case.rows * case.config.seq / seconds
     device = find_device(jax.devices()[0].device_kind)

@@ -7,7 +7,6 @@ docs/benchmarks/overhead.md; of a GPU, by `gpu.py`.
 import os
 import tempfile
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,23 +36,6 @@ PAIRS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure.
-
-    Args:
-      model: tiny (for tests), brief (1 ms a step on two cores) or small (15 ms).
-      steps: of a block; the loop reads its metrics late, so at least 4.
-      rounds: blocks of each side.
-      quiet: rounds in which others took more than this share of the processors are run again; 1 takes all.
-    """
-
-    model: Literal["tiny", "brief", "small"] = "small"
-    steps: int = 25
-    rounds: int = 60
-    quiet: float = 1.0
-
-
 class Figures(NamedTuple):
     """Losses of the first steps, (hand-written, toolkit), and side -> blocks."""
 
@@ -70,9 +52,8 @@ class Figures(NamedTuple):
         return ratios(field, self.blocks[side], self.blocks[over])
 
 
-def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
+def measure(config: DecoderConfig, batch: int, steps: int, rounds: int, quiet: float = 1.0) -> Figures:
     """Compare the losses, which compiles and warms up; then time blocks of both sides in turn."""
-    steps = options.steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # the hand-written loop knows the order of the first epoch only: it holds all losses compared
@@ -89,14 +70,24 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
                 HAND_STEP: partial(hand.loop, steps=steps, batch=hand_batch),
                 TOOLKIT_STEP: partial(toolkit.bare, steps=steps, batch=toolkit_batch),
             }
-            blocks = time_rounds(sides, options.rounds, STEPS_LATE, 0, options.quiet)
+            blocks = time_rounds(sides, rounds, STEPS_LATE, 0, quiet)
     return Figures(losses, blocks)
 
 
-def main(options: Options) -> None:
-    found = measure(options, MODELS[options.model], BATCH)
+def main(
+    model: Literal["tiny", "brief", "small"] = "small", steps: int = 25, rounds: int = 60, quiet: float = 1.0
+) -> None:
+    """Print times and ratios of both loops.
+
+    Args:
+      model: tiny (for tests), brief (1 ms a step on two cores) or small (15 ms).
+      steps: of a block; the loop reads its metrics late, so at least 4.
+      rounds: blocks of each side.
+      quiet: rounds in which others took more than this share of the processors are run again; 1 takes all.
+    """
+    found = measure(MODELS[model], BATCH, steps, rounds, quiet)
     print(
-        f"{options.model}; {options.rounds} rounds of {options.steps} steps;"
+        f"{model}; {rounds} rounds of {steps} steps;"
         f" {jax.devices()[0].device_kind}; {os.cpu_count()} cores; jax {jax.__version__}\n"
         f"losses of the first {COMPARED} steps differ by {largest_difference(*found.losses):.1e} at most"
     )
@@ -108,4 +99,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
@@ -27,8 +26,7 @@ class Block(NamedTuple):
     cpu_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and quartiles of values, and the 95 % interval of the median of endlessly many."""
 
     median: float

@@ -27,7 +27,7 @@ import optax
 import tyro
 from gpu import CASES, LLAMA_1B, LLAMA_8B_SLICE, ROOMY
 from paired import markdown
-from stepper import token_shapes
+from stepper import random_tokens, token_shapes
 
 import shardtrain as st
 from shardtrain.cli.calibrate import count_cores, measure_host
@@ -316,15 +316,13 @@ def judge(path: Path, steps: int) -> None:
 def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.ndarray:
     """Return processor seconds of a step of all devices, for each choice in each round (C, rounds)."""
     running: list[list[Any]] = []
-    rng = np.random.default_rng(0)
     for choice in choices:
         placement, model = place_state(subject, choice), subject.find_model(choice.remat)
         step = st.make_step(model, subject.loss, subject.optimizer, placement)
         state, batch = st.init_state(model, subject.optimizer, placement), {}
-        for name, like in subject.batch.items():
-            shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
-            values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)
-            batch[name] = jax.device_put(values.astype(like.dtype), placement.batch)
+        for name, x in random_tokens(SMALL.vocab, ROWS, SMALL.seq).items():
+            microbatches = x.reshape(choice.accumulate, -1, *x.shape[1:])
+            batch[name] = jax.device_put(microbatches, placement.batch)
         running.append([step, state, batch])
     times = np.zeros((len(running), rounds + 2))
     for number in range(rounds + 2):

@@ -115,13 +115,9 @@ class TorchLoop:
         self.model.load(params)
         self.rows, self.done = torch.tensor(rows.astype(np.int64)), 0
         weights = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [w for w in weights if w.dim() >= 2], "weight_decay": loops.DECAY},
-                {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
-            ],
-            betas=(loops.B1, loops.B2),
-        )
+        kernels, gains = ([w for w in weights if (w.dim() >= 2) == decays] for decays in (True, False))
+        groups = [{"params": kernels, "weight_decay": loops.DECAY}, {"params": gains, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(loops.B1, loops.B2))
 
     def loop(self, ticks: list[float], steps: int) -> list[float]:
         """Some steps, and their losses."""

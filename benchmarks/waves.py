@@ -180,16 +180,11 @@ def measure(name: str, options: Options) -> Result:
         quotas = [(part, first // 2, options.steps) for part in (1.0, 1 / options.slow)]
         given = {"launch": ("--islands", ISLANDS), "quotas": quotas, TOLD: json.dumps(asdict(options))}
         _, lines = train(__file__, folder, *WAYS[name].split(), **given)
-        points = read_curve(lines, first)
-        seconds, _ = points[-1]
-        return Result(
-            name=name,
-            heldout=lines[-1]["heldout/loss"],
-            step_seconds=seconds / (options.steps - first),
-            waiting=sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds,
-            staleness=find_staleness(folder / "run"),
-            curve=points,
-        )
+        points, staleness = read_curve(lines, first), find_staleness(folder / "run")
+    seconds, _ = points[-1]
+    step_seconds = seconds / (options.steps - first)
+    waiting = sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds
+    return Result(name, lines[-1]["heldout/loss"], step_seconds, waiting, staleness, points)
 
 
 def table(results: list[Result]) -> str:

@@ -54,8 +54,7 @@ def test_it_runs(command, warm_python, monkeypatch):
 @pytest.mark.full
 def test_both_loops_compute_the_same_losses(script):
     overhead = script("overhead")
-    options = overhead.Options(steps=4, rounds=2)
-    found = overhead.measure(options, overhead.MODELS["tiny"], 6)
+    found = overhead.measure(overhead.MODELS["tiny"], 6, steps=4, rounds=2)
     hand, toolkit = found.losses
     np.testing.assert_allclose(toolkit, hand, rtol=1e-5)
     # and they train: a step that changed nothing would give equal losses too
