@@ -130,24 +130,18 @@ class IslandSteps:
 
     Args:
       options: what to measure.
-      rank: of this island.
       transfer: to the others; None steps alone.
       wait: called after each step, when it is computed; None computes on.
       exchange: options of `Channel`.
     """
 
     def __init__(
-        self,
-        options: Options,
-        rank: int,
-        transfer: Transfer | None,
-        wait: Side | None = None,
-        **exchange: Any,
+        self, options: Options, transfer: Transfer | None, wait: Side | None = None, **exchange: Any
     ) -> None:
         self._wait, self._num_steps = wait, options.steps
         config = DecoderConfig(vocab=256, seq=SEQ, embed=options.embed, num_layers=NUM_LAYERS, num_heads=4)
         self._step = step = Stepper(config)
-        self._batch = step.place(random_tokens(256, options.rows, SEQ, rank))
+        self._batch = step.place(random_tokens(256, options.rows, SEQ, world().rank))
         if transfer is not None:
             training = st.Training(step.model, st.next_token_loss, step.optimizer)
             channel = Channel(transfer, **exchange)
@@ -167,7 +161,7 @@ class IslandSteps:
 def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     """Return the step of an island alone, and with the bridge in several ways."""
     group, mesh = [MpiGroup(comm)], st.make_mesh(st.Layout(), jax.local_devices()[:1])
-    stepper = partial(IslandSteps, options, comm.rank)
+    stepper = partial(IslandSteps, options)
     if options.part == "overlap":
         parts = {f"bridge, programs: {n}": stepper(Transfer(mesh, group), num_parts=n) for n in NUM_PROGRAMS}
         return {**parts, "alone": stepper(None)}

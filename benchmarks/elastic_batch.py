@@ -16,7 +16,6 @@ import optax
 from paired import markdown
 
 import shardtrain as st
-from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.models.gpt import GptConfig
 from shardtrain.optim.scaling import RATES
 
@@ -54,15 +53,12 @@ class Task:
         mesh = st.make_mesh(layout, jax.devices()[:1])
         optimizer = make(lambda step: peak * left[step])
         placement = st.make_placement(model, optimizer, layout, mesh)
+        training = st.Training(model, st.next_token_loss, optimizer)
+        batches = st.Batches(source=self.source, batch=BATCH, seed=seed)
+        state = st.init_state(model, optimizer, placement, seed)
+        by_all = st.Synchronisation(by=by)
         program = st.ElasticProgram(
-            st.Training(model, st.next_token_loss, optimizer),
-            placement,
-            st.Batches(source=self.source, batch=BATCH, seed=seed),
-            1,
-            st.init_state(model, optimizer, placement, seed),
-            Synchronisation(by=by),
-            members=max(MEMBERS),
-            rate=rule,
+            training, placement, batches, 1, state, by_all, members=max(MEMBERS), rate=rule
         )
         for step, (start, size) in enumerate(zip(read[:-1].tolist(), sizes, strict=True)):
             program.apply(step, program.compute(step, range(size), range(start, start + size)))

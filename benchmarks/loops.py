@@ -98,9 +98,7 @@ class HandWritten:
                 logits = model(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-        options = step_options(jax.default_backend())
-
-        @partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
+        @partial(jax.jit, donate_argnums=(0, 1), compiler_options=step_options(jax.default_backend()))
         def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
             value, grads = jax.value_and_grad(loss)(params, tokens)
             updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -73,13 +73,9 @@ def measure_shares(shares: str, batch: int, steps: int, part: float, change: boo
         rows = [int(n) for n in changes[-1].partition(CHANGED)[2].partition(";")[0].split(", ")]
     # a line right after a change of the rows has none
     own = [median(line[n] for line in lines[-3:] if n in line) for n in ("own_seconds/0", "own_seconds/1")]
-    return Result(
-        step_seconds=read_seconds(folder / "times", MEASURED),
-        speed=sum(n / x for n, x in zip(rows, own, strict=True)),
-        rows=rows,
-        changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
-        loss=lines[-1]["train/loss"],
-    )
+    speed = sum(n / x for n, x in zip(rows, own, strict=True))
+    changed = [int(line.partition("after step ")[2].partition(":")[0]) for line in changes]
+    return Result(read_seconds(folder / "times", MEASURED), speed, rows, changed, lines[-1]["train/loss"])
 
 
 def table(batch: int, found: dict[str, list[Result]]) -> str:
@@ -138,10 +134,7 @@ def describe_cluster(device: dict[str, float]) -> str:
 
 def measure_core() -> dict[str, float]:
     """Return the rates of one core, as `shardtrain calibrate` finds them."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    text = run_command("calibrate")
-    os.sched_setaffinity(0, cores)
+    text = run_command("calibrate", before=("taskset", "-c", str(min(os.sched_getaffinity(0)))))
     lines = [line.split(" = ") for line in text.splitlines() if " = " in line]
     names = ("teraflops", "memory_gb_per_second", "kernel_us")
     return {name: float(value) for name, value in lines if name in names}
