@@ -7,6 +7,7 @@ Next: `models/attention/__init__.py`, whose choice "auto" these figures set.
 
 import time
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -53,9 +54,8 @@ def main(seqs: tuple[int, ...] = (128, 256, 384, 512, 1024, 2048, 4096, 8192), r
             found = take_turns(calls, rounds, seq)
             ratios = spread([a / b for a, b in zip(found["blockwise"], found["xla"], strict=True)])
             sizes = [sides[name][0].memory_analysis().temp_size_in_bytes / 2**20 for name in NAMES]
-            seconds = spread(found["xla"]).median
-            what = "4 segments" if packed else "causal"
-            lines.append([seq, what, f"{seconds * 1e3:.1f}", ratios, *(f"{size:.1f}" for size in sizes)])
+            figures = (f"{median(found['xla']) * 1e3:.1f}", ratios, *(f"{size:.1f}" for size in sizes))
+            lines.append([seq, "4 segments" if packed else "causal", *figures])
     print(markdown(["positions", "", "xla ms", "blockwise / xla", "xla MiB", "blockwise MiB"], lines))
 
 

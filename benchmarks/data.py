@@ -112,8 +112,7 @@ def measure_tokens(folder: Path, options: Options) -> str:
     tiny = options.size == "tiny"
     parquet = write_texts(folder / "parquet", 0.3 if tiny else 8, 2)
     tokenize(corpus_files([parquet]), folder / "ready", TokenizeOptions())
-    seq, batch = (16, 4) if tiny else (128, 8)
-    embed, layers = (16, 1) if tiny else (128, 4)
+    seq, batch, embed, layers = (16, 4, 16, 1) if tiny else (128, 8, 128, 4)
     config = DecoderConfig(vocab=257, seq=seq, embed=embed, num_layers=layers, num_heads=2)
     paths = {"Parquet": parquet, "ready tokens": folder / "ready"}
     sources = {name: Corpus(paths=(path,), seq=seq).train(folder / "run") for name, path in paths.items()}
@@ -124,9 +123,8 @@ def measure_tokens(folder: Path, options: Options) -> str:
 def measure_images(folder: Path, options: Options) -> str:
     """Feed vision transformers from a folder of JPEG files."""
     tiny = options.size == "tiny"
-    side, num_images = (40, 48) if tiny else (256, 400)
+    side, num_images, size, batch = (40, 48, 16, 4) if tiny else (256, 400, 64, 16)
     write_images(folder / "jpeg", side, num_images)
-    size, batch = (16, 4) if tiny else (64, 16)
     source = ImageFiles(paths=(folder / "jpeg",), classes=4, size=size).train(folder / "run")
     rows: Rows = []
     for layers, embed in ((1, 16),) if tiny else ((2, 64), (6, 192)):

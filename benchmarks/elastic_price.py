@@ -94,7 +94,7 @@ def run_mpi(megabytes: str, milliseconds: str) -> None:
 
 def show(toy: Toy) -> None:
     steps = [end - begin for begin, end in pairwise(toy.began)][FIRST:]
-    sys.stdout.write(f"{median(steps)}\n")
+    print(median(steps))
 
 
 def launch(side: str, megabytes: float, milliseconds: float) -> float:
@@ -131,14 +131,12 @@ def main(
             shown.append(str(spread([x / y for x, y in zip(seconds[side], seconds[other], strict=True)])))
         rows.append([f"{computed:g}", f"{size:g}", *shown])
     ratios = [f"{side} / {other}" for side, other in pairs.items()]
-    header = ["ms computed", "MB", *[f"{side}, ms" for side in sides], *ratios]
-    sys.stdout.write(markdown(header, rows) + "\n")
+    print(markdown(["ms computed", "MB", *[f"{side}, ms" for side in sides], *ratios], rows))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["island"]:
-        run_elastic(*sys.argv[2:])
-    elif sys.argv[1:2] == ["rank"]:
-        run_mpi(*sys.argv[2:])
+    roles = {"island": run_elastic, "rank": run_mpi}
+    if sys.argv[1:] and sys.argv[1] in roles:
+        roles[sys.argv[1]](*sys.argv[2:])
     else:
         tyro.cli(main, description=__doc__)

@@ -188,7 +188,7 @@ def main(kills: int = 10, goodput_minutes: float | None = None) -> None:
     """
     with TemporaryDirectory() as folder:
         if goodput_minutes is not None:
-            sys.stdout.write(measure_goodput(goodput_minutes, Path(folder) / "elastic"))
+            print(measure_goodput(goodput_minutes, Path(folder) / "elastic"))
             return
         elastic = measure_elastic(kills, Path(folder) / "elastic")
         restarts = measure_restarts(kills, Path(folder) / "restarts")
@@ -201,8 +201,7 @@ def main(kills: int = 10, goodput_minutes: float | None = None) -> None:
         ["a start: until it is a member", show(elastic["join"]), "-"],
         ["a start: no step of the others for", show(elastic["others at a join"]), "-"],
     ]
-    head = ["", "islands that come and go", "`launch --restarts`"]
-    sys.stdout.write(markdown(head, rows) + "\n")
+    print(markdown(["", "islands that come and go", "`launch --restarts`"], rows))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,6 @@ class Toolkit:
         stack = ExitStack()
         self.close = stack.close
         stack.enter_context(self.feed.reading(Position(epoch=0, index=0)))
-        self.coordination = Coordination()
         # its data is `source`, which is read above
         data = SimpleNamespace(train=lambda folder: source, heldout=lambda folder: None)
         self.run = st.Run(model=config, data=data, optimizer=named, batch=batch, evaluate_every=None)
@@ -166,7 +165,7 @@ class Toolkit:
         constants = {"elastic": None, "description": {}, "labels": (), "num_devices": 1, "num_skipped": None}
         prepared = SimpleNamespace(
             run=run,
-            coordination=self.coordination,
+            coordination=Coordination(),
             feed=self.feed,
             barriers=make_barrier_schedule(run),
             shares=SimpleNamespace(saved=dict),

@@ -108,16 +108,10 @@ def compare(name: str, kind: str) -> None:
     model, loss, batch = list_models()[name]
     # derivatives of recomputed blocks gather what they read again
     remat = None if isinstance(model, ResNetConfig | VggConfig) else "none"
-    optimizer = optax.adamw(1e-3)
-    run = st.Run(
-        model=model,
-        data=st.Text(seq=32),
-        loss=loss,
-        batch=batch["weights"].shape[0],
-        optimizer=optimizer,
-        strategy=st.Strategy(remat=remat),
-    )
-    subject = Subject(model=lambda _: make_model(run), loss=loss, optimizer=optimizer, batch=batch)
+    given: dict[str, Any] = {"loss": loss, "optimizer": optax.adamw(1e-3)}
+    strategy, rows = st.Strategy(remat=remat), batch["weights"].shape[0]
+    run = st.Run(model=model, data=st.Text(seq=32), batch=rows, strategy=strategy, **given)
+    subject = Subject(model=lambda _: make_model(run), batch=batch, **given)
     for way, layout, predicted, flops in predict_ways(run, subject):
         found = count_compiled(subject, Choice(layout=layout), kind)
         sent = Counter[tuple[str, ...]]()

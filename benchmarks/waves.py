@@ -182,9 +182,9 @@ def measure(name: str, options: Options) -> Result:
         _, lines = train(__file__, folder, *WAYS[name].split(), **given)
         points, staleness = read_curve(lines, first), find_staleness(folder / "run")
     seconds, _ = points[-1]
-    step_seconds = seconds / (options.steps - first)
     waiting = sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds
-    return Result(name, lines[-1]["heldout/loss"], step_seconds, waiting, staleness, points)
+    heldout, step_seconds = lines[-1]["heldout/loss"], seconds / (options.steps - first)
+    return Result(name, heldout, step_seconds, waiting, staleness, points)
 
 
 def table(results: list[Result]) -> str:
