@@ -149,9 +149,13 @@ def measure_restores(options: Options, folder: Path) -> list[tuple[str, ...]]:
 
 def run_child(num_devices: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a process of its own with so many devices."""
-    start = partial(jax.config.update, "jax_num_cpu_devices", num_devices)
-    with ProcessPoolExecutor(1, get_context("spawn"), start) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), use_cpu_devices, (num_devices,)) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def shard_all() -> NamedSharding:

@@ -7,7 +7,6 @@ dim on one device, and the combiners are those of the package. Figures: docs/ben
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from paired import markdown
 
 from shardtrain.combine import MeshGroup, make_combiner
@@ -62,19 +60,8 @@ TOO_MANY = 3
 """A run with more steps than this many times the best of its row is given up: it cannot become the best."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to train.
-
-    Args:
-      most_steps: a run that has not come to its target by then is given up.
-      seeds: how often each is run; the median counts.
-      target: held-out loss, nats a byte.
-    """
-
-    most_steps: int = 1200
-    seeds: int = 3
-    target: float = 2.6
+TARGET, MOST_STEPS, SEEDS = 2.6, 1200, 3
+"""Held-out loss, nats a byte; steps by which a run is given up; runs, of which the median counts."""
 
 
 class Task(NamedTuple):
@@ -184,7 +171,7 @@ class Row(NamedTuple):
         return min(self.steps, key=lambda rate: self.steps[rate])
 
 
-def measure(options: Options) -> Iterator[Row]:
+def measure() -> Iterator[Row]:
     """Yield all rows."""
     with tempfile.TemporaryDirectory() as name:
         task = make_task(Path(name))
@@ -194,13 +181,15 @@ def measure(options: Options) -> Iterator[Row]:
             # one replica alone is the same whatever combines it
             for combiner in setting.combiners[: None if replicas > 1 else 1]:
                 trainer = Trainer(task, setting, combiner, replicas)
-                row = Row(name, combiner, replicas, search(trainer, setting, options, alone))
+                row = Row(name, combiner, replicas, search(trainer, setting, alone))
                 if alone is None and row.steps[row.best] < math.inf:
                     alone = row.best
                 yield row
 
 
-def search(trainer: Trainer, setting: Setting, options: Options, alone: int | None) -> dict[int, float]:
+def search(
+    trainer: Trainer, setting: Setting, alone: int | None, target: float = TARGET, limit: int = MOST_STEPS
+) -> dict[int, float]:
     """Return log2 of the learning rate -> the median of the steps over seeds.
 
     Args:
@@ -210,9 +199,8 @@ def search(trainer: Trainer, setting: Setting, options: Options, alone: int | No
     near = setting.rates[len(setting.rates) // 2] if alone is None else alone
     for rate in sorted(setting.rates, key=lambda rate: abs(rate - near)):
         least = min(found.values(), default=math.inf)
-        most = options.most_steps if rate == alone else min(options.most_steps, TOO_MANY * least)
-        seeds = range(options.seeds)
-        found[rate] = median(trainer.steps_to(options.target, 2.0**rate, seed, most) for seed in seeds)
+        most = limit if rate == alone else min(limit, TOO_MANY * least)
+        found[rate] = median(trainer.steps_to(target, 2.0**rate, seed, most) for seed in range(SEEDS))
     return found
 
 
@@ -228,13 +216,13 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
-def main(options: Options) -> None:
+def main() -> None:
     rows = []
-    for row in measure(options):
+    for row in measure():
         print(row, flush=True)
         rows.append(row)
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -72,14 +72,13 @@ def test_examples(script, name):
 def test_steps_to_a_target_are_found_and_runs_that_diverge_given_up(script):
     benchmark = script("steps_to_target")
     setting = benchmark.SETTINGS["adam"]._replace(rates=(-6, 10))
-    options = benchmark.Options(most_steps=30, seeds=1, target=5.0)
     windows = np.random.default_rng(0).integers(0, 4, (200, 9))
     text, heldout = windows.astype(np.uint8).ravel(), (windows[:, :-1], windows[:, -1])
     task = benchmark.Task(benchmark.jnp.asarray(text), tuple(map(benchmark.jnp.asarray, heldout)))
     rows = []
     for replicas, combiner in ((1, "mean"), (2, "adasum+deltas")):
         trainer = benchmark.Trainer(task, setting, combiner, replicas)
-        rows.append(benchmark.Row("s", combiner, replicas, benchmark.search(trainer, setting, options, None)))
+        rows.append(benchmark.Row("s", combiner, replicas, benchmark.search(trainer, setting, None, 5.0, 30)))
     for row in rows:
         assert row.steps[10] == math.inf
         assert row.best == -6
