@@ -244,7 +244,7 @@ class Measured(NamedTuple):
     Args:
       host: all of it as one device.
       cores: of it.
-      ways: lines as above.
+      ways: their lines, see `read_way`.
       seconds: (ways, rounds).
     """
 
