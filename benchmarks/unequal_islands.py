@@ -72,7 +72,8 @@ def measure_shares(shares: str, batch: int, steps: int, part: float, change: boo
     if changes:
         rows = [int(n) for n in changes[-1].partition(CHANGED)[2].partition(";")[0].split(", ")]
     # a line right after a change of the rows has none
-    own = [median(line[n] for line in lines[-3:] if n in line) for n in ("own_seconds/0", "own_seconds/1")]
+    names = sorted({name for line in lines[-3:] for name in line if name.startswith("own_seconds/")})
+    own = [median(line[name] for line in lines[-3:] if name in line) for name in names]
     speed = sum(n / x for n, x in zip(rows, own, strict=True))
     changed = [int(line.partition("after step ")[2].partition(":")[0]) for line in changes]
     return Result(read_seconds(folder / "times", MEASURED), speed, rows, changed, lines[-1]["train/loss"])
