@@ -12,6 +12,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -415,9 +416,12 @@ class ElasticRun:
             return is_valid_checkpoint(epochs, step, number)
 
         for each in visible_readers(self._folder / CHECKPOINTS):
-            if each.missing or not is_valid(each.step, each.extra.get(ELASTIC)):
-                for folder in each.folders.values():
-                    delete(folder)
+            # a chief that trains, or another founder, may delete the same one meanwhile; damage is reported
+            # by `discover`
+            with suppress(ValueError, FileNotFoundError):
+                if each.missing or not is_valid(each.step, each.extra.get(ELASTIC)):
+                    for folder in each.folders.values():
+                        delete(folder)
 
     def revoke(self, number: int) -> None:
         """Take over the checkpoints from the chiefs before an epoch, which can finish no save after this."""

@@ -670,6 +670,26 @@ def test_an_island_takes_the_slots_of_its_run(tmp_path):
             prepare_elastic(replace(run, **other), 3)
 
 
+def test_a_founder_passes_over_a_checkpoint_that_another_island_deletes(tmp_path, monkeypatch):
+    nothing: Any = None
+    run = Run(model=TinyConfig(vocab=32), data=Text(), elastic=replace(MEMBERS, slots=2))
+    elastic: Any = ElasticRun(run, tmp_path, nothing, nothing, nothing, Group())
+    checkpoints = SimpleNamespace(discover=lambda gather: SimpleNamespace(step=9))
+    elastic._checkpoints = SimpleNamespace(checkpoints=checkpoints)
+    for part in range(2):
+        (tmp_path / f"checkpoints/step_00000007.part-{part}-of-2").mkdir(parents=True)
+    assert elastic.find() == 9
+
+    def vanish(folder):
+        raise FileNotFoundError(folder)
+
+    # of an epoch that there never was
+    gone = SimpleNamespace(missing=(), step=8, extra={"elastic": {"epoch": 5}}, folders={0: tmp_path})
+    monkeypatch.setattr("shardtrain.trainer.elastic_run.visible_readers", lambda folder: [gone])
+    monkeypatch.setattr("shardtrain.trainer.elastic_run.delete", vanish)
+    assert elastic.find() == 9
+
+
 def test_an_error_of_a_compiler_is_no_lost_process(tmp_path):
     nothing: Any = None
     run = Run(model=TinyConfig(vocab=32), data=Text(), elastic=replace(MEMBERS, slots=2))
